@@ -1,0 +1,1 @@
+"""Reading checkpoints, weight-name maps, sharding, quantisation and writing checkpoint directories."""

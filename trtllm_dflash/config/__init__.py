@@ -1,0 +1,1 @@
+"""Typed configuration and its parsing. Never touches weights."""

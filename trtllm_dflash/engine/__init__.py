@@ -1,0 +1,1 @@
+"""Engine directories and the sessions that run networks."""

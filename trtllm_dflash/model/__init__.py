@@ -1,0 +1,1 @@
+"""The networks, written once on ops."""

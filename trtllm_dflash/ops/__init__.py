@@ -1,0 +1,1 @@
+"""The operation set and its dialects."""

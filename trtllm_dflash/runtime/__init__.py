@@ -1,0 +1,1 @@
+"""Requests, caches, scheduling and the draft-verify cycle."""

@@ -1,0 +1,97 @@
+"""What the runtime tells about a request, incrementally and at its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural-log probabilities of the target (before any sampling parameter) at one output position.
+
+    ``top`` lists (token id, logprob) of the most probable tokens, descending.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """Facts of one finished request.
+
+    Attributes:
+        prompt_tokens, completion_tokens: counts; completion equals ``len(token_ids)``.
+        cycles: draft-verify cycles (prefill excluded).
+        drafted_tokens, accepted_tokens: drafts proposed / drafts kept that were emitted.
+        accepted_histogram: entry j counts cycles that kept j drafts; sums to ``cycles``.
+        acceptance_length: mean committed tokens per cycle, or None without a cycle. As in the reference
+            (``dflash`` 0.1.0), the tokens of a cycle that is cut by a stop or limit count up to the cut.
+        queue_s, time_to_first_token_s, elapsed_s: seconds since arrival (queue: until first scheduled).
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cycles: int
+    drafted_tokens: int
+    accepted_tokens: int
+    accepted_histogram: tuple[int, ...]
+    acceptance_length: float | None
+    queue_s: float
+    time_to_first_token_s: float
+    elapsed_s: float
+
+
+@dataclass(frozen=True)
+class OutputChunk:
+    """New output of one request. The last chunk has ``finish_reason`` and ``metrics`` set.
+
+    Attributes:
+        request_id: the request.
+        text: new text; concatenated over chunks it is the whole text. Never splits a character.
+        token_ids: new token ids. logprobs: one entry per new token id when asked for.
+        finish_reason: set on the last chunk. error: message when the reason is ``error``.
+    """
+
+    request_id: str
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    metrics: RequestMetrics | None = None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A finished request."""
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    metrics: RequestMetrics
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A snapshot of the runtime.
+
+    ``counters`` are monotonic: requests_finished, requests_cancelled, requests_failed, prompt_tokens,
+    output_tokens, cycles, drafted_tokens, accepted_tokens.
+    """
+
+    pages_total: int
+    pages_free: int
+    pages_used: int
+    pages_cached: int
+    running: int
+    waiting: int
+    counters: dict[str, int] = field(default_factory=dict)

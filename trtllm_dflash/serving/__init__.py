@@ -1,0 +1,1 @@
+"""Triton model repositories, the engine process and its supervision."""
