@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -93,6 +94,9 @@ class EngineSession(Protocol):
 
     def draft(self, inputs: DraftInputs, block_size: int) -> DraftOutputs:
         """Propose ``block_size - 1`` tokens per request; reads the drafter cache, never writes it."""
+
+    def clear_pages(self, pages: Sequence[int]) -> None:
+        """Zero ``pages`` in both caches (after a fault: masks do not hide NaN)."""
 
     def close(self) -> None:
         """Release device memory."""

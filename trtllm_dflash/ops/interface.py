@@ -48,10 +48,11 @@ class Ops(Protocol[T]):
         """``x [N, in]`` → ``[N, out]``."""
 
     def rms_norm(self, x: T, weight: T, eps: float) -> T:
-        """RMSNorm over the last axis, computed in float32, weight ``[last]``."""
+        """RMSNorm over the last axis, computed in float32, weight ``[last]``. The result has the weight's dtype, so
+        that a float32 residual stream feeds projections in the compute dtype."""
 
     def add(self, x: T, y: T) -> T:
-        """Element-wise sum of equal shapes."""
+        """Element-wise sum of equal shapes; a float32 ``x`` keeps its dtype whatever ``y`` has."""
 
     def scale(self, x: T, factor: float) -> T:
         """``x * factor``."""
@@ -68,6 +69,9 @@ class Ops(Protocol[T]):
     def heads(self, x: T, first: int, count: int, head_dim: int) -> T:
         """Columns of heads ``first .. first + count`` of ``x [N, any * head_dim]`` as ``[N, count, head_dim]``."""
 
+    def head_range(self, x: T, first: int, count: int) -> T:
+        """Heads ``first .. first + count`` of ``x [N, heads, head_dim]``."""
+
     def merge_heads(self, x: T) -> T:
         """``[N, heads, head_dim]`` → ``[N, heads * head_dim]``."""
 
@@ -76,8 +80,8 @@ class Ops(Protocol[T]):
 
     # Rotary embedding
     def rotary_rows(self, cos_sin: T, positions: T) -> Any:
-        """Prepare the rotation of N ``positions``; ``cos_sin [max_positions, rotary_dim]`` holds cos then sin halves
-        of float32 (half-split convention of Hugging Face). Prepared once per pass and used by every layer."""
+        """Prepare the rotation of N ``positions``; ``cos_sin [max_positions, rotary_dim]`` float32 holds the cos half
+        then the sin half (half-split convention of Hugging Face). Prepared once per pass, used by every layer."""
 
     def rotary(self, x: T, rows: Any) -> T:
         """Rotate the first ``rotary_dim`` dimensions of ``x [N, heads, head_dim]``."""
@@ -87,7 +91,14 @@ class Ops(Protocol[T]):
         """Write rows ``k, v [N, kv_heads, head_dim]`` at flat ``slots [N]`` (page * page_tokens + offset; -1 drops)."""
 
     def plan_attention(
-        self, page_table: T, context_lengths: T, query_starts: T, max_query: int, *, queries_per_request: int | None
+        self,
+        page_table: T,
+        context_lengths: T,
+        query_starts: T,
+        max_query: int,
+        *,
+        queries_per_request: int | None,
+        total_queries: int,
     ) -> Any:
         """Prepare attention of one pass over packed queries.
 
@@ -97,11 +108,10 @@ class Ops(Protocol[T]):
             query_starts: ``[B + 1]`` int64 offsets of each request's queries among the packed rows.
             max_query: host-known bound of queries per request.
             queries_per_request: set when every request has exactly this many queries (verify), else None (prefill).
+            total_queries: T.
         """
 
-    def paged_attention(
-        self, plan: Any, q: T, cache: CacheLayer[T], *, scale: float, window: int | None
-    ) -> T:
+    def paged_attention(self, plan: Any, q: T, cache: CacheLayer[T], *, scale: float, window: int | None) -> T:
         """Causal attention of packed ``q [T, heads, head_dim]`` over the cache, whose rows for this pass are already
         written. Query at position p sees keys k with ``0 <= p - k`` and, with a window, ``p - k <= window - 1``."""
 
@@ -185,5 +195,11 @@ class Ops(Protocol[T]):
     def take_rows(self, x: T, rows: T) -> T:
         """Rows ``rows [R]`` (int64) of ``x [N, C]``."""
 
-    def one_hot_proposals(self, tokens: T) -> tuple[T, T]:
-        """Argmax proposals ``[B, S-1]`` as candidates ``[B, S-1, 1]`` and q rows of ones."""
+    def one_hot_proposals(self, candidates: T) -> tuple[T, T]:
+        """Argmax proposals ``[B, S-1, 1]`` as candidates and q rows of ones."""
+
+    def single_column(self, x: T) -> T:
+        """``[B, n, 1]`` → ``[B, n]``."""
+
+    def add_offsets(self, ids: T, offsets: T) -> T:
+        """``ids + offsets[ids]``: draft vocabulary → target vocabulary (Speculators ``d2t``)."""

@@ -1,0 +1,176 @@
+"""The draft-verify cycle, written once on tensors.
+
+Static shapes for a (batch, block size), no host reads, no loop over requests: on a CPU it runs eagerly, on a GPU the
+same function can be captured. State changes only in :func:`publish`, so a cycle that fails can be run again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trtllm_dflash.engine.session import DraftInputs, DraftOutputs, EngineSession, TargetInputs, TargetOutputs
+from trtllm_dflash.runtime.acceptance import Accepted, accept
+from trtllm_dflash.runtime.logit_processing import process_logits
+from trtllm_dflash.runtime.random_streams import WALK_WORD, uniforms
+from trtllm_dflash.runtime.slots import SamplingMode, SlotRows, SlotState
+
+RUNNING, STOPPED, OUT_OF_LENGTH, FAULTY = 0, 1, 2, 3
+"""Values of ``CycleResult.status``."""
+
+
+@dataclass(frozen=True)
+class CycleResult:
+    """What a cycle emitted, on the device.
+
+    Attributes:
+        tokens: ``[B, S]``; the first ``produced`` of each row are new output, the rest is undefined.
+        produced: ``[B]`` tokens emitted (committed, cut by stop ids and limits).
+        accepted: ``[B]`` drafts kept before the cut. status: ``[B]``, see the constants above.
+        logprobs: ``[B, S]`` of the emitted tokens, top_logprobs and top_ids ``[B, S, N]``; None unless asked for.
+    """
+
+    tokens: Tensor
+    produced: Tensor
+    accepted: Tensor
+    status: Tensor
+    logprobs: Tensor | None = None
+    top_logprobs: Tensor | None = None
+    top_ids: Tensor | None = None
+
+
+def draft_verify_cycle(
+    session: EngineSession, state: SlotState, slots: Tensor, block_size: int, page_columns: int, mode: SamplingMode
+) -> CycleResult:
+    """One cycle for the running ``slots [B]``. ``block_size`` 1 is plain decoding in the same machinery.
+
+    ``page_columns`` is a host-known bound of the pages any request of the batch touches.
+    """
+    rows, block_lengths = prepare(state, slots, block_size, page_columns)
+    draft = draft_and_select(session, rows, block_lengths, block_size, mode)
+    verified = verify(session, rows, draft, block_lengths, block_size)
+    logits = verified.logits.view(slots.shape[0], block_size, -1)
+    result = settle(state, rows, mode, logits, draft, block_lengths)
+    inject(session, rows, verified.features, result.produced, block_size)
+    publish(state, rows, result)
+    return result
+
+
+def prepare(state: SlotState, slots: Tensor, block_size: int, page_columns: int) -> tuple[SlotRows, Tensor]:
+    """Gather the slots' rows; a block never reaches beyond the tokens a request may still emit."""
+    rows = state.gather(slots, page_columns)
+    return rows, (rows.remaining + 1).clamp_max(block_size)
+
+
+def draft_and_select(
+    session: EngineSession, rows: SlotRows, block_lengths: Tensor, block_size: int, mode: SamplingMode
+) -> DraftOutputs | None:
+    """Propose ``block_size - 1`` tokens per request."""
+    if block_size == 1:
+        return None
+    shape = (rows.slots.shape[0], block_size - 1)
+    if mode.sampled:
+        positions = rows.context_lengths[:, None] + torch.arange(1, block_size, device=rows.slots.device)
+        draws = uniforms(rows.seeds, positions)[..., WALK_WORD]
+    else:
+        draws = torch.zeros(shape, dtype=torch.float32, device=rows.slots.device)
+    inputs = DraftInputs(rows.anchors, rows.context_lengths, block_lengths, rows.page_table, rows.temperatures, draws)
+    return session.draft(inputs, block_size)
+
+
+def verify(
+    session: EngineSession, rows: SlotRows, draft: DraftOutputs | None, block_lengths: Tensor, block_size: int
+) -> TargetOutputs:
+    """One causal target pass over anchor and drafts; rows beyond a request's block write nowhere."""
+    anchors = rows.anchors[:, None]
+    ids = anchors if draft is None else torch.cat((anchors, draft.draft_tokens), dim=1)
+    offsets = torch.arange(block_size, device=ids.device)
+    positions = rows.context_lengths[:, None] + offsets
+    slots = flat_slots(session, rows.page_table, positions, offsets < block_lengths[:, None])
+    batch = ids.shape[0]
+    return session.target(
+        TargetInputs(
+            input_ids=ids.reshape(-1),
+            positions=positions.reshape(-1),
+            slots=slots.reshape(-1),
+            page_table=rows.page_table,
+            context_lengths=rows.context_lengths,
+            query_starts=torch.arange(batch + 1, device=ids.device) * block_size,
+            logit_rows=None,
+            max_query=block_size,
+            queries_per_request=block_size,
+        )
+    )
+
+
+def settle(
+    state: SlotState,
+    rows: SlotRows,
+    mode: SamplingMode,
+    logits: Tensor,
+    draft: DraftOutputs | None,
+    block_lengths: Tensor,
+) -> CycleResult:
+    """Accept drafts and cut the result at stop ids and limits. ``logits [B, S, V]`` are the target's own."""
+    drafts = rows.slots.new_empty(rows.slots.shape[0], 0) if draft is None else draft.draft_tokens
+    processed = process_logits(state, rows, mode, logits, drafts)
+    accepted = accept(rows, mode, processed, draft, block_lengths)
+    produced, status = _cut(rows, accepted)
+    if mode.logprobs is None:
+        return CycleResult(accepted.tokens, produced, accepted.accepted, status)
+    logprobs = torch.log_softmax(logits, dim=-1)
+    chosen = logprobs.gather(-1, accepted.tokens.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    top = logprobs.topk(mode.logprobs, dim=-1)
+    return CycleResult(accepted.tokens, produced, accepted.accepted, status, chosen, top.values, top.indices)
+
+
+def inject(session: EngineSession, rows: SlotRows, features: Tensor, produced: Tensor, block_size: int) -> None:
+    """Give the drafter the features of committed inputs: the anchor and the drafts kept, not the new token."""
+    if session.drafter_config is None or features.shape[1] == 0:
+        return
+    offsets = torch.arange(block_size, device=features.device)
+    positions = rows.context_lengths[:, None] + offsets
+    slots = flat_slots(session, rows.page_table, positions, offsets < produced[:, None])
+    session.inject(features, positions.reshape(-1), slots.reshape(-1))
+
+
+def publish(state: SlotState, rows: SlotRows, result: CycleResult) -> None:
+    """Move every slot forward by what was emitted."""
+    slots, produced = rows.slots, result.produced
+    emitted = torch.arange(result.tokens.shape[1], device=slots.device) < produced[:, None]
+    last = result.tokens.gather(1, (produced - 1).clamp_min(0)[:, None]).squeeze(1)
+    state.anchors[slots] = torch.where(produced > 0, last, rows.anchors)
+    state.context_lengths[slots] = rows.context_lengths + produced
+    state.remaining[slots] = rows.remaining - produced
+    state.generated[slots] = rows.generated + produced
+    tokens = torch.where(emitted, result.tokens, 0)
+    slot_rows = slots[:, None]
+    state.output_counts.index_put_((slot_rows, tokens), emitted.to(state.output_counts.dtype), accumulate=True)
+    columns = rows.context_lengths[:, None] + 1 + torch.arange(tokens.shape[1], device=slots.device)
+    state.history[slot_rows, columns] = tokens
+
+
+def flat_slots(session: EngineSession, page_table: Tensor, positions: Tensor, exists: Tensor) -> Tensor:
+    """Cache rows of ``positions [B, n]`` (-1 where not ``exists``)."""
+    page_tokens = session.limits.page_tokens
+    columns = (positions // page_tokens).clamp_max(page_table.shape[1] - 1)
+    slots = page_table.gather(1, columns) * page_tokens + positions % page_tokens
+    return torch.where(exists, slots, -1)
+
+
+def _cut(rows: SlotRows, accepted: Accepted) -> tuple[Tensor, Tensor]:
+    """Tokens emitted and status: cut after the first stop id and at the tokens still allowed."""
+    committed = accepted.accepted + 1
+    width = accepted.tokens.shape[1]
+    offsets = torch.arange(width, device=committed.device)
+    allowed = torch.minimum(committed, rows.remaining)
+    is_stop = (accepted.tokens[:, :, None] == rows.stop_ids[:, None, :]).any(-1) & (offsets < allowed[:, None])
+    first_stop = torch.where(is_stop, offsets, width).min(1).values
+    stopped = first_stop < width
+    produced = torch.where(stopped, first_stop + 1, allowed)
+    status = torch.where(produced >= rows.remaining, OUT_OF_LENGTH, RUNNING)
+    status = torch.where(stopped, STOPPED, status)
+    produced = torch.where(accepted.faulty, 0, produced)
+    return produced, torch.where(accepted.faulty, FAULTY, status)

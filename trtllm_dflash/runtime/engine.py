@@ -1,0 +1,290 @@
+"""The engine loop: continuous batching of requests over one session, on one thread."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from tokenizers import Tokenizer
+
+from trtllm_dflash.engine.session import EngineSession
+from trtllm_dflash.errors import EngineError, RequestError
+from trtllm_dflash.runtime.cycle import FAULTY, OUT_OF_LENGTH, STOPPED, CycleResult, draft_verify_cycle
+from trtllm_dflash.runtime.outputs import EngineStats, FinishReason, OutputChunk, RequestMetrics, TokenLogprobs
+from trtllm_dflash.runtime.pages import PagePool
+from trtllm_dflash.runtime.prefill import plan_chunks, run_prefill
+from trtllm_dflash.runtime.request import Request, RequestSpec
+from trtllm_dflash.runtime.slots import SamplingMode, SlotState
+from trtllm_dflash.runtime.text import TextStream
+
+logger = logging.getLogger(__name__)
+
+_COUNTERS = (
+    "requests_finished",
+    "requests_cancelled",
+    "requests_failed",
+    "prompt_tokens",
+    "output_tokens",
+    "cycles",
+    "drafted_tokens",
+    "accepted_tokens",
+)
+
+
+class Engine:
+    """Runs requests: admission, chunked prefill, draft-verify cycles, delivery.
+
+    A request is admitted when a slot is free and the pages for its whole extent (prompt and every token it may emit)
+    are: an admitted request never waits for memory.
+
+    Args:
+        session: the networks. tokenizer: for streaming text.
+        num_pages: pages of the KV caches. block_size: S of the cycle, 1 = no speculation.
+    """
+
+    def __init__(self, session: EngineSession, tokenizer: Tokenizer, *, num_pages: int, block_size: int) -> None:
+        limits = session.limits
+        self._session = session
+        self._tokenizer = tokenizer
+        self._block_size = block_size
+        self._pool = PagePool(num_pages)
+        session.allocate_caches(num_pages)
+        self._state = SlotState(
+            slots=limits.max_batch_size,
+            history_length=limits.max_seq_len + limits.block_size,
+            pages_per_request=_pages(limits.max_seq_len, limits.page_tokens),
+            scratch_page=num_pages,
+            vocab_size=session.target_config.vocab_size,
+            device=session.device,
+        )
+        self._free_slots = list(range(limits.max_batch_size - 1, -1, -1))
+        self._arrived: deque[Request] = deque()
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._by_id: dict[str, Request] = {}
+        self._counters = dict.fromkeys(_COUNTERS, 0)
+        self._wake = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="dflash-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, spec: RequestSpec, on_chunk: Callable[[OutputChunk], None]) -> None:
+        """Queue a request. Raises ``RequestError`` when it could never run."""
+        extent = self._extent_pages(spec)
+        if extent > self._pool.total:
+            page_tokens = self._session.limits.page_tokens
+            raise RequestError(
+                "max_tokens",
+                spec.max_output_tokens,
+                f"prompt ({len(spec.prompt)} tokens) and output within the KV cache of "
+                f"{self._pool.total * page_tokens} tokens",
+                hint="ask for fewer tokens, or give the engine a larger KV cache",
+            )
+        text = TextStream(self._tokenizer, spec.params.stop, include_stop=spec.params.include_stop_in_output)
+        request = Request(spec, text, on_chunk, self._block_size)
+        with self._wake:
+            if self._closing:
+                raise EngineError("the engine is closed")
+            if spec.request_id in self._by_id:
+                raise RequestError("request_id", spec.request_id, "an id that is not in use")
+            self._by_id[spec.request_id] = request
+            self._arrived.append(request)
+            self._wake.notify()
+
+    def cancel(self, request_id: str) -> None:
+        """Mark a request; it ends before the next pass. Unknown ids are ignored."""
+        with self._wake:
+            request = self._by_id.get(request_id)
+            if request is not None:
+                request.cancelled = True
+                self._wake.notify()
+
+    def stats(self) -> EngineStats:
+        """A snapshot; safe from any thread."""
+        with self._wake:
+            free = self._pool.free
+            return EngineStats(
+                pages_total=self._pool.total,
+                pages_free=free,
+                pages_used=self._pool.total - free,
+                pages_cached=0,
+                running=len(self._running),
+                waiting=len(self._waiting) + len(self._arrived),
+                counters=dict(self._counters),
+            )
+
+    def close(self) -> None:
+        """Stop after the pass in progress; requests that are not done end as cancelled."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        self._session.close()
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._closing or self._arrived or self._waiting or self._running):
+                    self._wake.wait()
+                if self._closing:
+                    break
+                self._waiting.extend(self._arrived)
+                self._arrived.clear()
+            self._step()
+        for request in [*self._running, *self._waiting, *self._arrived]:
+            self._finish(request, "cancelled")
+
+    @torch.inference_mode()
+    def _step(self) -> None:
+        """One turn of the loop: cancel, admit, prefill one budget of prompt tokens, one cycle for the rest."""
+        for request in [*self._waiting, *self._running]:
+            if request.cancelled:
+                self._finish(request, "cancelled")
+        self._admit()
+        self._prefill([r for r in self._running if r.prefilled < len(r.spec.prompt)])
+        self._decode([r for r in self._running if r.prefilled == len(r.spec.prompt)])
+
+    def _admit(self) -> None:
+        while self._waiting and self._free_slots:
+            request = self._waiting[0]
+            extent = self._extent_pages(request.spec)
+            with self._wake:
+                if extent > self._pool.free:
+                    return
+                pages = self._pool.acquire(request.spec.request_id, extent)
+                self._waiting.popleft()
+                request.slot = self._free_slots.pop()
+                request.context_host = len(request.spec.prompt) - 1
+                self._running.append(request)
+            spec = request.spec
+            self._state.start(
+                request.slot,
+                spec.prompt,
+                spec.params,
+                seed=spec.seed,
+                max_output_tokens=spec.max_output_tokens,
+                stop_ids=spec.stop_ids,
+                bad_words=spec.bad_words,
+                pages=pages,
+            )
+
+    def _prefill(self, requests: Sequence[Request]) -> None:
+        if not requests:
+            return
+        chunks = plan_chunks(requests, self._session.limits.max_num_tokens)
+        groups = [chunks]
+        while groups:
+            group = groups.pop(0)
+            try:
+                completed, result = run_prefill(self._session, self._state, group)
+            except Exception as error:
+                self._isolate(error, groups, group, [chunk.request for chunk in group])
+                continue
+            if result is not None:
+                self._deliver(completed, result, drafted=None)
+
+    def _decode(self, requests: Sequence[Request]) -> None:
+        groups = [list(requests)] if requests else []
+        while groups:
+            group = groups.pop(0)
+            try:
+                block_size = min(self._block_size, max(r.remaining_host for r in group) + 1)
+                longest = max(r.context_host for r in group) + block_size
+                columns = min(_pages(longest, self._session.limits.page_tokens), self._state.page_table.shape[1])
+                mode = SamplingMode()
+                for request in group:
+                    mode |= request.spec.mode
+                slots = torch.tensor([r.slot for r in group], dtype=torch.int64, device=self._session.device)
+                result = draft_verify_cycle(self._session, self._state, slots, block_size, columns, mode)
+            except Exception as error:
+                self._isolate(error, groups, group, group)
+                continue
+            drafted = [min(block_size, r.remaining_host + 1) - 1 for r in group]
+            self._deliver(group, result, drafted=drafted)
+
+    def _isolate(self, error: Exception, groups: list, group: Sequence, requests: Sequence[Request]) -> None:
+        """A pass that failed published nothing: run its requests one by one, so that only the guilty one fails."""
+        logger.exception("a pass over %d request(s) failed", len(requests))
+        if len(requests) > 1:
+            groups[:0] = [[member] for member in group]
+            return
+        self._finish(requests[0], "error", f"the engine failed while running this request: {type(error).__name__}")
+
+    def _deliver(self, requests: Sequence[Request], result: CycleResult, drafted: Sequence[int] | None) -> None:
+        tokens, produced, status = result.tokens.tolist(), result.produced.tolist(), result.status.tolist()
+        logprobs = _host_logprobs(result)
+        for row, request in enumerate(requests):
+            if status[row] == FAULTY:
+                self._finish(request, "error", "the target's logits are not numbers")
+                continue
+            count = produced[row]
+            wanted = request.spec.params.logprobs
+            request.deliver(
+                tokens[row][:count],
+                [] if wanted is None else logprobs(row, tokens[row][:count], wanted),
+                stopped=status[row] == STOPPED,
+                at_limit=status[row] == OUT_OF_LENGTH,
+                drafted=None if drafted is None else drafted[row],
+            )
+            if request.finished:
+                self._retire(request)
+
+    def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+        request.end(reason, error)
+        self._retire(request, reason)
+
+    def _retire(self, request: Request, reason: FinishReason = "stop") -> None:
+        """Give slot and pages back, once, and count the request."""
+        metrics = request.metrics()
+        with self._wake:
+            self._by_id.pop(request.spec.request_id, None)
+            if request.slot is not None:
+                pages = self._pool.release(request.spec.request_id)
+                self._running.remove(request)
+                self._free_slots.append(request.slot)
+                request.slot = None
+                if reason == "error":
+                    # What a faulty pass wrote may be NaN, which a mask does not hide from the page's next owner.
+                    self._session.clear_pages([*pages, self._pool.total])
+            else:
+                self._waiting = deque(r for r in self._waiting if r is not request)
+            self._count(metrics, reason)
+
+    def _count(self, metrics: RequestMetrics, reason: FinishReason) -> None:
+        outcome = {"cancelled": "requests_cancelled", "error": "requests_failed"}.get(reason, "requests_finished")
+        self._counters[outcome] += 1
+        self._counters["prompt_tokens"] += metrics.prompt_tokens
+        self._counters["output_tokens"] += metrics.completion_tokens
+        self._counters["cycles"] += metrics.cycles
+        self._counters["drafted_tokens"] += metrics.drafted_tokens
+        self._counters["accepted_tokens"] += metrics.accepted_tokens
+
+    def _extent_pages(self, spec: RequestSpec) -> int:
+        return _pages(len(spec.prompt) + spec.max_output_tokens, self._session.limits.page_tokens)
+
+
+def _pages(tokens: int, page_tokens: int) -> int:
+    return -(-tokens // page_tokens)
+
+
+def _host_logprobs(result: CycleResult) -> Callable[[int, Sequence[int], int], list[TokenLogprobs]]:
+    """Logprobs of one row's emitted tokens with the wanted number of alternatives."""
+    chosen = result.logprobs.tolist() if result.logprobs is not None else []
+    top_values = result.top_logprobs.tolist() if result.top_logprobs is not None else []
+    top_ids = result.top_ids.tolist() if result.top_ids is not None else []
+
+    def of_row(row: int, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
+        return [
+            TokenLogprobs(
+                token,
+                chosen[row][column],
+                tuple(zip(top_ids[row][column][:count], top_values[row][column][:count], strict=True)),
+            )
+            for column, token in enumerate(tokens)
+        ]
+
+    return of_row

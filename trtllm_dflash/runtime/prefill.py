@@ -1,0 +1,101 @@
+"""Prefill: prompts in chunks of a token budget; every chunk's features are injected in the same step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from trtllm_dflash.engine.session import EngineSession, TargetInputs
+from trtllm_dflash.runtime.cycle import CycleResult, flat_slots, publish, settle
+from trtllm_dflash.runtime.request import Request
+from trtllm_dflash.runtime.slots import SamplingMode, SlotState
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """Prompt tokens ``start .. start + count`` of one request; ``completes`` when they are its last."""
+
+    request: Request
+    start: int
+    count: int
+
+    @property
+    def completes(self) -> bool:
+        return self.start + self.count == len(self.request.spec.prompt)
+
+
+def plan_chunks(waiting_prefill: Sequence[Request], token_budget: int) -> list[PrefillChunk]:
+    """Chunks of admitted requests in order of arrival, together at most ``token_budget`` tokens."""
+    chunks = []
+    for request in waiting_prefill:
+        if token_budget == 0:
+            break
+        count = min(len(request.spec.prompt) - request.prefilled, token_budget)
+        chunks.append(PrefillChunk(request, request.prefilled, count))
+        token_budget -= count
+    return chunks
+
+
+def run_prefill(
+    session: EngineSession, state: SlotState, chunks: Sequence[PrefillChunk]
+) -> tuple[list[Request], CycleResult | None]:
+    """Compute the chunks; requests whose prompt is complete get their first token.
+
+    Returns:
+        the completed requests and their one-token result, in the same order (None if there are none).
+    """
+    device = session.device
+    page_tokens = session.limits.page_tokens
+    columns = max((chunk.start + chunk.count + page_tokens - 1) // page_tokens for chunk in chunks)
+    slots = torch.tensor([chunk.request.slot for chunk in chunks], dtype=torch.int64, device=device)
+    starts = torch.tensor([chunk.start for chunk in chunks], dtype=torch.int64, device=device)
+    counts = torch.tensor([chunk.count for chunk in chunks], dtype=torch.int64, device=device)
+    ends = counts.cumsum(0)
+    total = sum(chunk.count for chunk in chunks)
+    owner = torch.repeat_interleave(torch.arange(len(chunks), device=device), counts, output_size=total)
+    positions = torch.arange(total, device=device) - (ends - counts - starts)[owner]
+    page_table = state.page_table[slots, :columns]
+    cache_slots = flat_slots(
+        session, page_table[owner], positions[:, None], torch.ones_like(owner, dtype=torch.bool)[:, None]
+    )
+    cache_slots = cache_slots.view(-1)
+    ids: list[int] = []
+    for chunk in chunks:
+        ids.extend(chunk.request.spec.prompt[chunk.start : chunk.start + chunk.count])
+    completing = [index for index, chunk in enumerate(chunks) if chunk.completes]
+    outputs = session.target(
+        TargetInputs(
+            input_ids=torch.tensor(ids, dtype=torch.int64, device=device),
+            positions=positions,
+            slots=cache_slots,
+            page_table=page_table,
+            context_lengths=starts,
+            query_starts=torch.nn.functional.pad(ends, (1, 0)),
+            # One row at least: the head is never asked for an empty product.
+            logit_rows=(ends - 1)[completing] if completing else ends[-1:] - 1,
+            max_query=max(chunk.count for chunk in chunks),
+        )
+    )
+    if session.drafter_config is not None:
+        session.inject(outputs.features, positions, cache_slots)
+    if not completing:
+        _advance(chunks)
+        return [], None
+    requests = [chunks[index].request for index in completing]
+    mode = SamplingMode()
+    for request in requests:
+        mode |= request.spec.mode
+    rows = state.gather(slots[completing], columns)
+    block_lengths = torch.ones(len(requests), dtype=torch.int64, device=device)
+    result = settle(state, rows, mode, outputs.logits.unsqueeze(1), None, block_lengths)
+    publish(state, rows, result)
+    _advance(chunks)
+    return requests, result
+
+
+def _advance(chunks: Sequence[PrefillChunk]) -> None:
+    """Only after everything succeeded, so that a failed pass can be run again."""
+    for chunk in chunks:
+        chunk.request.prefilled += chunk.count
