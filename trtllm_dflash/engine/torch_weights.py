@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from trtllm_dflash.checkpoint.quantize import SCALE, SCALE_2, WEIGHT, dequantize
+from trtllm_dflash.config.mapping import QuantAlgo
 from trtllm_dflash.ops.interface import Linear
 from trtllm_dflash.ops.torch_dense import pack_matrix
-
-_SCALE = ".weights_scaling_factor"
 
 
 class TorchWeightSource:
@@ -20,7 +20,7 @@ class TorchWeightSource:
         tensors: name → tensor, read on access.
         device: where weights go.
         dtype: compute dtype of floating-point weights.
-        dequantize: ``(tensors, name, dtype) → [out, in]`` for quantised projections.
+        quantization: algorithm of the quantised projections; they are computed dequantised.
     """
 
     def __init__(
@@ -28,12 +28,12 @@ class TorchWeightSource:
         tensors: Mapping[str, Tensor],
         device: torch.device,
         dtype: torch.dtype,
-        dequantize: Callable[[Mapping[str, Tensor], str, torch.dtype], Tensor],
+        quantization: QuantAlgo = "none",
     ) -> None:
         self._tensors = tensors
         self._device = device
         self._dtype = dtype
-        self._dequantize = dequantize
+        self._quantization: QuantAlgo = quantization
         self._plain: dict[str, Tensor] = {}
 
     def has(self, name: str) -> bool:
@@ -57,9 +57,12 @@ class TorchWeightSource:
         return Linear(pack_matrix(weight.to(device=self._device, dtype=self._dtype)), stacked)
 
     def _matrix(self, name: str) -> Tensor:
+        if f"{name}.{SCALE}" in self._tensors:
+            parts = {
+                ending: self._tensors[f"{name}.{ending}"]
+                for ending in (WEIGHT, SCALE, SCALE_2)
+                if f"{name}.{ending}" in self._tensors
+            }
+            return dequantize(parts, self._quantization, self._dtype)
         weight = f"{name}.weight"
-        if weight in self._plain:
-            return self._plain[weight]
-        if f"{name}{_SCALE}" in self._tensors:
-            return self._dequantize(self._tensors, name, self._dtype)
-        return self._tensors[weight]
+        return self._plain[weight] if weight in self._plain else self._tensors[weight]

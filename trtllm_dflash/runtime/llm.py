@@ -1,20 +1,50 @@
-"""The ``LLM`` facade."""
+"""The ``LLM`` facade: an engine directory, ready to generate."""
 
 from __future__ import annotations
 
+import asyncio
+import secrets
+import threading
+import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from trtllm_dflash.config.sampling import SamplingParams
-from trtllm_dflash.runtime.outputs import EngineStats, OutputChunk, RequestOutput
+import torch
 
-Prompt = str | Sequence[int] | Sequence[dict[str, str]]
+from trtllm_dflash.config.sampling import SamplingParams
+from trtllm_dflash.engine.directory import load_session
+from trtllm_dflash.engine.session import EngineSession
+from trtllm_dflash.errors import EngineError, RequestError
+from trtllm_dflash.runtime.engine import Engine
+from trtllm_dflash.runtime.memory import plan_cache_pages
+from trtllm_dflash.runtime.outputs import EngineStats, OutputChunk, RequestOutput, TokenLogprobs
+from trtllm_dflash.runtime.prompting import Prompt, PromptEncoder
+from trtllm_dflash.runtime.request import RequestSpec
+from trtllm_dflash.runtime.slots import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_BIAS_IDS,
+    MAX_STOP_IDS,
+    SamplingMode,
+)
+
 SpeculationMode = Literal["auto", "on", "off"]
 
 
 class LLM:
-    """Generation on one engine directory. (skeleton: signatures are final, bodies come next)"""
+    """Generation on one engine directory.
+
+    Args:
+        engines: directory written by ``trtllm-dflash build``.
+        speculation: ``auto`` speculates when the engine has a drafter, ``on`` insists on one, ``off`` decodes plainly.
+        device: ``cpu`` or ``cuda:N``; None takes the first CUDA GPU or else the CPU.
+        block_size: S, up to the engine's; None takes the engine's.
+        kv_cache_tokens: tokens of the KV caches; None takes what the limits need, bounded by free memory.
+
+    Raises:
+        EngineError, ConfigError, CheckpointError: the directory is missing, damaged or cannot run here.
+    """
 
     def __init__(
         self,
@@ -25,7 +55,38 @@ class LLM:
         block_size: int | None = None,
         kv_cache_tokens: int | None = None,
     ) -> None:
-        raise NotImplementedError
+        engine_path = Path(engines)
+        self._session: EngineSession = load_session(engine_path, device=device)
+        limits = self._session.limits
+        self._block_size = _choose_block_size(self._session, speculation, block_size)
+        self._prompts = PromptEncoder(engine_path / "tokenizer", self._session.target_config.vocab_size)
+        self.memory = plan_cache_pages(self._session, kv_cache_tokens)
+        self._engine = Engine(
+            self._session,
+            self._prompts.backend,
+            num_pages=self.memory.num_pages,
+            block_size=self._block_size,
+        )
+        self.limits = limits
+
+    @property
+    def block_size(self) -> int:
+        """S in use; 1 means plain decoding."""
+        return self._block_size
+
+    @property
+    def session(self) -> EngineSession:
+        """The engine session (facts for reports; running it is the engine's business)."""
+        return self._session
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chat messages can be prompts."""
+        return self._prompts.has_chat_template
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Token ids of a prompt as :meth:`generate` would use them."""
+        return self._prompts.encode(prompt)
 
     def generate(
         self,
@@ -34,12 +95,51 @@ class LLM:
         *,
         on_chunk: Callable[[int, OutputChunk], None] | None = None,
     ) -> list[RequestOutput]:
-        """Generate for every prompt (str = raw text, ids, or chat messages → chat template); blocks."""
-        raise NotImplementedError
+        """Generate for every prompt and wait.
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[OutputChunk]:
-        """Chunks of one request; leaving the iterator cancels it."""
-        raise NotImplementedError
+        Args:
+            prompts: one prompt or several; each is text, token ids, or chat messages (``[{"role", "content"}]``).
+            params: one for all, or one per prompt.
+            on_chunk: called with (prompt index, chunk) on the engine thread as output appears.
+
+        Returns:
+            outputs in the order of the prompts. A request that fails has finish_reason ``error``.
+
+        Raises:
+            RequestError: a prompt or parameter is invalid; then nothing has been generated.
+        """
+        several = _as_prompts(prompts)
+        each = _as_params(params, len(several))
+        specs = [self._spec(prompt, one, None) for prompt, one in zip(several, each, strict=True)]
+        collectors = [_Collector(index, spec, on_chunk) for index, spec in enumerate(specs)]
+        submitted: list[str] = []
+        try:
+            for spec, collector in zip(specs, collectors, strict=True):
+                self._engine.submit(spec, collector.add)
+                submitted.append(spec.request_id)
+            return [collector.wait() for collector in collectors]
+        except BaseException:
+            for request_id in submitted:
+                self._engine.cancel(request_id)
+            raise
+
+    async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[OutputChunk]:
+        """Chunks of one request as they appear; leaving the iterator cancels the request."""
+        loop = asyncio.get_running_loop()
+        chunks: asyncio.Queue[OutputChunk] = asyncio.Queue()
+
+        def deliver(chunk: OutputChunk) -> None:
+            loop.call_soon_threadsafe(chunks.put_nowait, chunk)
+
+        request_id = self.submit(prompt, params or SamplingParams(), deliver)
+        try:
+            while True:
+                chunk = await chunks.get()
+                yield chunk
+                if chunk.finish_reason is not None:
+                    return
+        finally:
+            self.cancel(request_id)
 
     def submit(
         self,
@@ -49,22 +149,162 @@ class LLM:
         *,
         request_id: str | None = None,
     ) -> str:
-        """Queue a request and return its id at once. Raises ``RequestError`` for invalid input before queueing.
-        ``on_chunk`` runs on the engine thread; it must be quick and not raise."""
-        raise NotImplementedError
+        """Queue a request and return its id at once.
+
+        ``on_chunk`` runs on the engine thread; it must be quick and not raise.
+
+        Raises:
+            RequestError: invalid prompt or parameters; nothing was queued.
+        """
+        spec = self._spec(prompt, params, request_id)
+        self._engine.submit(spec, on_chunk)
+        return spec.request_id
 
     def cancel(self, request_id: str) -> None:
         """Ask for cancellation; the last chunk has finish_reason ``cancelled``. Unknown ids are ignored."""
-        raise NotImplementedError
+        self._engine.cancel(request_id)
 
     def stats(self) -> EngineStats:
-        raise NotImplementedError
+        """A snapshot of pages, requests and counters."""
+        return self._engine.stats()
 
     def close(self) -> None:
-        raise NotImplementedError
+        """Stop the engine; unfinished requests end as cancelled."""
+        self._engine.close()
 
     def __enter__(self) -> LLM:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _spec(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> RequestSpec:
+        ids = self._prompts.encode(prompt)
+        limit = self._session.limits.max_seq_len
+        if len(ids) + 1 > limit:
+            raise RequestError(
+                "prompt",
+                f"{len(ids)} tokens",
+                f"at most max_seq_len - 1 = {limit - 1} tokens (max_seq_len {limit} counts prompt and output)",
+                hint="shorten the prompt, or build the engine with a larger --max-seq-len",
+            )
+        room = limit - len(ids)
+        wanted = room if params.max_tokens is None else min(params.max_tokens, room)
+        target = self._session.target_config
+        stop_ids = tuple(dict.fromkeys([*(() if params.ignore_eos else target.eos_token_ids), *params.stop_token_ids]))
+        bad_words = self._prompts.bad_word_sequences(params.bad_words)
+        _check_capacity(params, stop_ids, bad_words, target.vocab_size)
+        return RequestSpec(
+            request_id=request_id or uuid.uuid4().hex,
+            prompt=ids,
+            params=params,
+            mode=SamplingMode.of(params),
+            max_output_tokens=wanted,
+            stop_ids=stop_ids,
+            bad_words=bad_words,
+            seed=secrets.randbits(64) if params.seed is None else params.seed,
+        )
+
+
+class _Collector:
+    """Gathers the chunks of one request into its output."""
+
+    def __init__(self, index: int, spec: RequestSpec, on_chunk: Callable[[int, OutputChunk], None] | None) -> None:
+        self._index = index
+        self._spec = spec
+        self._on_chunk = on_chunk
+        self._text: list[str] = []
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._last: OutputChunk | None = None
+        self._done = threading.Event()
+
+    def add(self, chunk: OutputChunk) -> None:
+        self._text.append(chunk.text)
+        self._tokens.extend(chunk.token_ids)
+        self._logprobs.extend(chunk.logprobs)
+        if self._on_chunk is not None:
+            self._on_chunk(self._index, chunk)
+        if chunk.finish_reason is not None:
+            self._last = chunk
+            self._done.set()
+
+    def wait(self) -> RequestOutput:
+        # A plain wait() cannot be interrupted by Ctrl-C on every platform; a bounded one can.
+        while not self._done.wait(timeout=1.0):
+            pass
+        last = self._last
+        if last is None or last.finish_reason is None or last.metrics is None:
+            raise EngineError("a request ended without a last chunk")
+        return RequestOutput(
+            request_id=self._spec.request_id,
+            index=self._index,
+            text="".join(self._text),
+            token_ids=tuple(self._tokens),
+            finish_reason=last.finish_reason,
+            metrics=last.metrics,
+            logprobs=tuple(self._logprobs) if self._spec.params.logprobs is not None else None,
+            error=last.error,
+        )
+
+
+def _choose_block_size(session: EngineSession, speculation: SpeculationMode, wanted: int | None) -> int:
+    if speculation not in ("auto", "on", "off"):
+        raise RequestError("speculation", speculation, "auto, on or off")
+    built = session.limits.block_size
+    if session.drafter_config is None and speculation == "on":
+        raise EngineError(
+            "speculation is on, but this engine has no drafter",
+            hint="convert with --drafter and build again, or use --no-speculation",
+        )
+    if session.drafter_config is None or speculation == "off":
+        return 1
+    if wanted is None:
+        return built
+    if not 1 <= wanted <= built:
+        raise RequestError("block_size", wanted, f"1 to the engine's block size {built}")
+    return wanted
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if len(prompts) and isinstance(prompts[0], int | dict):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise RequestError("params", f"{len(params)} sampling parameters", f"one, or one per prompt ({count})")
+    return list(params)
+
+
+def _check_capacity(
+    params: SamplingParams, stop_ids: Sequence[int], bad_words: Sequence[Sequence[int]], vocab_size: int
+) -> None:
+    """Limits of the slot tensors, and ids within the vocabulary."""
+    if len(stop_ids) > MAX_STOP_IDS:
+        raise RequestError("stop_token_ids", f"{len(stop_ids)} ids", f"at most {MAX_STOP_IDS} ids, EOS included")
+    if len(params.logit_bias) > MAX_BIAS_IDS:
+        raise RequestError("logit_bias", f"{len(params.logit_bias)} ids", f"at most {MAX_BIAS_IDS} ids")
+    if len(bad_words) > MAX_BAD_WORDS:
+        raise RequestError("bad_words", f"{len(bad_words)} token sequences", f"at most {MAX_BAD_WORDS}")
+    for word in bad_words:
+        if len(word) > MAX_BAD_WORD_TOKENS:
+            raise RequestError("bad_words", f"a word of {len(word)} tokens", f"at most {MAX_BAD_WORD_TOKENS} tokens")
+    for field, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+        for token in ids:
+            if not 0 <= token < vocab_size:
+                raise RequestError(field, token, f"token ids from 0 to {vocab_size - 1}")
+    if params.logprobs is not None and params.logprobs > vocab_size:
+        raise RequestError("logprobs", params.logprobs, f"at most {vocab_size}")
+
+
+def default_device() -> torch.device:
+    """The first CUDA GPU, or the CPU."""
+    return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")

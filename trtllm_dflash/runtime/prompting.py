@@ -1,0 +1,88 @@
+"""The target's tokenizer: prompts to ids, chat messages through the template, bad words to token sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from trtllm_dflash.errors import EngineError, RequestError
+
+Prompt = str | Sequence[int] | Sequence[dict[str, str]]
+
+
+class PromptEncoder:
+    """Encodes prompts with the tokenizer of an engine directory.
+
+    Args:
+        directory: the ``tokenizer/`` folder; a fast tokenizer (tokenizer.json) is required for streaming.
+        vocab_size: V of the target; larger ids are refused.
+    """
+
+    def __init__(self, directory: Path, vocab_size: int) -> None:
+        try:
+            self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                str(directory.resolve()), local_files_only=True, trust_remote_code=False
+            )
+        except (OSError, ValueError) as error:
+            raise EngineError(f"{directory}: the tokenizer cannot be loaded: {error}") from error
+        if not getattr(self._tokenizer, "is_fast", False):
+            raise EngineError(f"{directory}: expected a fast tokenizer with tokenizer.json")
+        self.vocab_size = vocab_size
+
+    @property
+    def backend(self) -> Tokenizer:
+        """The ``tokenizers`` object."""
+        backend: Tokenizer = self._tokenizer.backend_tokenizer
+        return backend
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chat messages can be encoded."""
+        return bool(self._tokenizer.chat_template)
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Text (special tokens written in it are recognised), ids, or chat messages → ids.
+
+        Raises:
+            RequestError: empty prompt, id out of range, or chat messages the template refuses.
+        """
+        if isinstance(prompt, str):
+            ids = self._tokenizer.encode(prompt)
+        elif len(prompt) and isinstance(prompt[0], dict):
+            ids = self._encode_chat(prompt)
+        else:
+            ids = self._check_ids(prompt)
+        if not ids:
+            raise RequestError("prompt", prompt, "at least one token")
+        return tuple(ids)
+
+    def bad_word_sequences(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Token sequences of each word, at the start of text and after a space."""
+        sequences: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word, " " + word.lstrip()):
+                ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
+                if ids:
+                    sequences[ids] = None
+        return tuple(sequences)
+
+    def _encode_chat(self, messages: Sequence[object]) -> list[int]:
+        if not self.has_chat_template:
+            raise RequestError("prompt", "chat messages", "text or token ids: this target has no chat template")
+        for message in messages:
+            if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+                raise RequestError("prompt", message, "chat messages with role and content")
+        try:
+            encoded = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        except Exception as error:
+            raise RequestError("prompt", "chat messages", f"messages that the chat template takes ({error})") from error
+        return list(self._tokenizer.encode(encoded, add_special_tokens=False))
+
+    def _check_ids(self, ids: Sequence[object]) -> list[int]:
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
+                raise RequestError("prompt", token, f"token ids from 0 to {self.vocab_size - 1}")
+        return list(ids)  # type: ignore[arg-type]
