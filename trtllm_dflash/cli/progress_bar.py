@@ -1,0 +1,37 @@
+"""One progress bar for everything that reports (label, bytes done, bytes in all)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from trtllm_dflash.checkpoint.progress import Progress as ProgressCallback
+from trtllm_dflash.checkpoint.progress import silent
+
+
+class _Bar:
+    """Maps labelled progress calls to one bar per label."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._tasks: dict[str, TaskID] = {}
+
+    def __call__(self, label: str, done: int, total: int) -> None:
+        if label not in self._tasks:
+            self._tasks[label] = self._progress.add_task(label, total=total or None)
+        self._progress.update(self._tasks[label], completed=done, total=total or None)
+
+
+@contextmanager
+def progress_bar() -> Iterator[ProgressCallback]:
+    """A progress bar on stderr, or silence when stderr is not a terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield silent
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield _Bar(progress)
