@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trtllm_dflash.engine.session import DraftOutputs
+from trtllm_dflash.ops.torch_select import top_k
 from trtllm_dflash.runtime.random_streams import ACCEPT_WORD, RESIDUAL_WORD, uniforms
 from trtllm_dflash.runtime.slots import SamplingMode, SlotRows
 
@@ -40,10 +41,12 @@ def target_probabilities(logits: Tensor, rows: SlotRows, mode: SamplingMode) -> 
     scores = logits / temperatures
     if not mode.filtered:
         return torch.softmax(scores, dim=-1)
-    ordered, order = torch.sort(scores, dim=-1, descending=True, stable=True)
-    ranks = torch.arange(logits.shape[-1], device=logits.device)
-    top_k = torch.where(rows.top_k > 0, rows.top_k, logits.shape[-1]).view(scalar)
-    probabilities = torch.softmax(ordered.masked_fill(ranks >= top_k, float("-inf")), dim=-1)
+    vocab_size = logits.shape[-1]
+    bound = vocab_size if mode.top_k_bound is None else min(mode.top_k_bound, vocab_size)
+    ordered, order = top_k(scores, bound)
+    ranks = torch.arange(bound, device=logits.device)
+    kept_ranks = torch.where(rows.top_k > 0, rows.top_k, vocab_size).view(scalar)
+    probabilities = torch.softmax(ordered.masked_fill(ranks >= kept_ranks, float("-inf")), dim=-1)
     mass_before = probabilities.cumsum(-1) - probabilities
     top_p = rows.top_p.view(scalar)
     # Rounding in the running sum must not cut anything when top-p is off.
@@ -53,7 +56,7 @@ def target_probabilities(logits: Tensor, rows: SlotRows, mode: SamplingMode) -> 
     kept |= ranks == 0
     probabilities = probabilities * kept
     probabilities = probabilities / probabilities.sum(-1, keepdim=True)
-    return torch.zeros_like(probabilities).scatter_(-1, order, probabilities)
+    return torch.zeros_like(logits).scatter_(-1, order, probabilities)
 
 
 def accept(

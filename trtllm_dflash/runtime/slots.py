@@ -28,11 +28,14 @@ _ANY_TOKEN = -1
 class SamplingMode:
     """Which parts of sampling a pass needs: the union over its requests, known to the host.
 
-    Each combination is its own captured graph on a GPU; parts that are off cost nothing.
+    Each combination is its own captured graph on a GPU; parts that are off cost nothing. ``top_k_bound`` is the
+    largest top-k of the requests, or None when one of them samples without top-k: only with a bound can filtering
+    look at a few tokens instead of sorting the vocabulary.
     """
 
     sampled: bool = False
     filtered: bool = False
+    top_k_bound: int | None = None
     penalties: bool = False
     bias: bool = False
     bad_words: bool = False
@@ -44,6 +47,7 @@ class SamplingMode:
         return SamplingMode(
             self.sampled or other.sampled,
             self.filtered or other.filtered,
+            _joint_bound(self, other),
             self.penalties or other.penalties,
             self.bias or other.bias,
             self.bad_words or other.bad_words,
@@ -58,12 +62,19 @@ class SamplingMode:
         return SamplingMode(
             sampled=sampled,
             filtered=sampled and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0),
+            top_k_bound=params.top_k if sampled and params.top_k > 0 else None,
             penalties=(params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0),
             bias=bool(params.logit_bias),
             bad_words=bool(params.bad_words),
             min_tokens=params.min_tokens > 0,
             logprobs=params.logprobs,
         )
+
+
+def _joint_bound(one: SamplingMode, other: SamplingMode) -> int | None:
+    bounds = [mode.top_k_bound for mode in (one, other) if mode.sampled]
+    known = [bound for bound in bounds if bound is not None]
+    return max(known) if known and len(known) == len(bounds) else None
 
 
 @dataclass(frozen=True)
