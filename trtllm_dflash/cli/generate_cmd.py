@@ -15,7 +15,7 @@ from trtllm_dflash.config.sampling import SamplingParams
 from trtllm_dflash.errors import ConfigError
 
 if TYPE_CHECKING:
-    from trtllm_dflash.runtime.llm import LLM
+    from trtllm_dflash.runtime.llm import LLM, SpeculationMode
     from trtllm_dflash.runtime.outputs import RequestOutput
 
 
@@ -68,7 +68,7 @@ def generate(
     if num_speculative_tokens is not None:
         block_size = _translate(num_speculative_tokens, block_size)
     params = SamplingParams(**sampling)
-    mode = "auto" if speculation is None else "on" if speculation else "off"
+    mode: SpeculationMode = "auto" if speculation is None else "on" if speculation else "off"
     console = Console(stderr=True)
     with console.status(f"loading {engines} …"):
         llm = LLM(engines, speculation=mode, device=device, block_size=block_size)

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from tokenizers import Tokenizer
@@ -21,6 +22,8 @@ from trtllm_dflash.runtime.slots import SamplingMode, SlotState
 from trtllm_dflash.runtime.text import TextStream
 
 logger = logging.getLogger(__name__)
+
+_Member = TypeVar("_Member")
 
 _COUNTERS = (
     "requests_finished",
@@ -182,7 +185,7 @@ class Engine:
             try:
                 completed, result = run_prefill(self._session, self._state, group)
             except Exception as error:
-                self._isolate(error, groups, group, [chunk.request for chunk in group])
+                groups[:0] = self._isolate(error, group, [chunk.request for chunk in group])
                 continue
             if result is not None:
                 self._deliver(completed, result, drafted=None)
@@ -201,18 +204,20 @@ class Engine:
                 slots = torch.tensor([r.slot for r in group], dtype=torch.int64, device=self._session.device)
                 result = draft_verify_cycle(self._session, self._state, slots, block_size, columns, mode)
             except Exception as error:
-                self._isolate(error, groups, group, group)
+                groups[:0] = self._isolate(error, group, group)
                 continue
             drafted = [min(block_size, r.remaining_host + 1) - 1 for r in group]
             self._deliver(group, result, drafted=drafted)
 
-    def _isolate(self, error: Exception, groups: list, group: Sequence, requests: Sequence[Request]) -> None:
+    def _isolate(
+        self, error: Exception, members: Sequence[_Member], requests: Sequence[Request]
+    ) -> list[list[_Member]]:
         """A pass that failed published nothing: run its requests one by one, so that only the guilty one fails."""
         logger.exception("a pass over %d request(s) failed", len(requests))
         if len(requests) > 1:
-            groups[:0] = [[member] for member in group]
-            return
+            return [[member] for member in members]
         self._finish(requests[0], "error", f"the engine failed while running this request: {type(error).__name__}")
+        return []
 
     def _deliver(self, requests: Sequence[Request], result: CycleResult, drafted: Sequence[int] | None) -> None:
         tokens, produced, status = result.tokens.tolist(), result.produced.tolist(), result.status.tolist()

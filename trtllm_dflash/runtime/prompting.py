@@ -72,11 +72,13 @@ class PromptEncoder:
     def _encode_chat(self, messages: Sequence[object]) -> list[int]:
         if not self.has_chat_template:
             raise RequestError("prompt", "chat messages", "text or token ids: this target has no chat template")
+        turns: list[dict[str, str]] = []
         for message in messages:
             if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
                 raise RequestError("prompt", message, "chat messages with role and content")
+            turns.append(message)
         try:
-            encoded = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+            encoded = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         except Exception as error:
             raise RequestError("prompt", "chat messages", f"messages that the chat template takes ({error})") from error
         return list(self._tokenizer.encode(encoded, add_special_tokens=False))
