@@ -16,6 +16,9 @@ from trtllm_dflash.ops.interface import CacheLayer, Linear, Ops
 
 T = TypeVar("T")
 
+PLAIN_CANDIDATES = 16
+"""Candidates per position of a drafter without a selector: the support of its q at temperature > 0."""
+
 
 def inject_network(
     ops: Ops[T],
@@ -64,8 +67,8 @@ def draft_network(
     """Denoise one block per request and choose S-1 proposals; shapes as ``engine.session.DraftInputs``.
 
     Returns:
-        draft tokens ``[B, S-1]``, candidates ``[B, S-1, K]`` and realised q rows ``[B, S-1, K]`` (version 1 proposes
-        its argmax: K = 1 and q = 1).
+        draft tokens ``[B, S-1]``, candidates ``[B, S-1, K]`` and realised q rows ``[B, S-1, K]``; version 1 draws each
+        position from its own ``PLAIN_CANDIDATES`` best.
     """
     hidden = backbone(
         ops,
@@ -83,11 +86,12 @@ def draft_network(
     logits = proposal_logits(ops, config, weights, head, hidden)
     proposals = block_size - 1
     if config.selector is None or weights.selector is None:
-        _, best = ops.top_k(logits, 1)
+        unary, candidates = ops.top_k(logits, min(PLAIN_CANDIDATES, config.draft_vocab_size or config.vocab_size))
         if weights.token_offsets is not None:
-            best = ops.add_offsets(best, weights.token_offsets)
-        candidates, q_rows = ops.one_hot_proposals(ops.per_request(best, proposals))
-        return ops.single_column(candidates), candidates, q_rows
+            candidates = ops.add_offsets(candidates, weights.token_offsets)
+        candidates = ops.per_request(candidates, proposals)
+        tokens, q_rows = ops.independent_draw(ops.per_request(unary, proposals), temperatures, uniforms, candidates)
+        return tokens, candidates, q_rows
     unary, candidates = ops.top_k(logits, config.selector.top_k)
     candidates = ops.per_request(candidates, proposals)
     tokens, q_rows = ops.selector_walk(

@@ -179,6 +179,17 @@ class Ops(Protocol[T]):
         Source: ``dflash`` 0.1.0 ``CandidateSelector.select``; DFlash 2 score equation.
         """
 
+    def independent_draw(self, unary: T, temperatures: T, uniforms: T, candidates: T) -> tuple[T, T]:
+        """The walk of a drafter without a selector: each position draws from ``softmax(unary / temperature)`` alone.
+
+        Args:
+            unary: ``[B, S-1, K]`` head logits of the candidates, descending. candidates: ``[B, S-1, K]`` token ids.
+            temperatures: ``[B]``, 0 = greedy (the first candidate). uniforms: ``[B, S-1]`` in [0, 1).
+
+        Returns:
+            tokens ``[B, S-1]`` and the realised q rows ``[B, S-1, K]`` float32 (one-hot when greedy).
+        """
+
     # Shape plumbing for the block
     def block_ids(self, anchors: T, mask_token_id: int, block_size: int) -> T:
         """``[B]`` anchors → ``[B * S]`` ids: anchor then masks."""
@@ -194,12 +205,6 @@ class Ops(Protocol[T]):
 
     def take_rows(self, x: T, rows: T) -> T:
         """Rows ``rows [R]`` (int64) of ``x [N, C]``."""
-
-    def one_hot_proposals(self, candidates: T) -> tuple[T, T]:
-        """Argmax proposals ``[B, S-1, 1]`` as candidates and q rows of ones."""
-
-    def single_column(self, x: T) -> T:
-        """``[B, n, 1]`` → ``[B, n]``."""
 
     def add_offsets(self, ids: T, offsets: T) -> T:
         """``ids + offsets[ids]``: draft vocabulary → target vocabulary (Speculators ``d2t``)."""

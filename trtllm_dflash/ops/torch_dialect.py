@@ -129,6 +129,11 @@ class TorchOps:
             uniforms,
         )
 
+    def independent_draw(
+        self, unary: Tensor, temperatures: Tensor, uniforms: Tensor, candidates: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return select.independent_draw(unary, temperatures, uniforms, candidates)
+
     def block_ids(self, anchors: Tensor, mask_token_id: int, block_size: int) -> Tensor:
         return F.pad(anchors.unsqueeze(1), (0, block_size - 1), value=mask_token_id).reshape(-1)
 
@@ -143,12 +148,6 @@ class TorchOps:
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         return x.index_select(0, rows)
-
-    def one_hot_proposals(self, candidates: Tensor) -> tuple[Tensor, Tensor]:
-        return candidates, torch.ones(candidates.shape, dtype=torch.float32, device=candidates.device)
-
-    def single_column(self, x: Tensor) -> Tensor:
-        return x.squeeze(-1)
 
     def add_offsets(self, ids: Tensor, offsets: Tensor) -> Tensor:
         return ids + offsets[ids]

@@ -75,3 +75,17 @@ def selector_walk(
         q_rows.append(torch.where(greedy, (ranks == best).to(q.dtype), q))
         tokens.append(candidates[:, position].gather(-1, choice))
     return torch.cat(tokens, dim=1), torch.stack(q_rows, dim=1)
+
+
+def independent_draw(
+    unary: Tensor, temperatures: Tensor, uniforms: Tensor, candidates: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See ``Ops.independent_draw``."""
+    greedy = (temperatures <= 0).view(-1, 1, 1)
+    divisor = torch.where(greedy, 1.0, temperatures.view(-1, 1, 1))
+    q = torch.softmax(unary.float() / divisor, dim=-1)
+    first = (torch.arange(q.shape[-1], device=q.device) == 0).to(q.dtype)
+    q = torch.where(greedy, first, q)
+    cumulative = q.cumsum(-1)
+    choice = (cumulative <= uniforms.unsqueeze(-1) * cumulative[..., -1:]).sum(-1, keepdim=True)
+    return candidates.gather(-1, choice.clamp_max(q.shape[-1] - 1)).squeeze(-1), q
