@@ -1,0 +1,132 @@
+"""A small client of Triton's ``generate`` and ``generate_stream``, standard library only."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from trtllm_dflash.errors import DFlashError
+
+
+class TritonHttpError(DFlashError):
+    """The server answered with an error.
+
+    Attributes:
+        status: HTTP status (200 when the error came after the first event of a stream). text: the server's message.
+    """
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(f"HTTP {status}: {text}")
+        self.status = status
+        self.text = text
+
+
+class TritonClient:
+    """Requests to one model of one server.
+
+    Args:
+        url: ``http://host:port``. model: the model's name. timeout_s: longest silence of the server.
+    """
+
+    def __init__(self, url: str, model: str = "dflash", *, timeout_s: float = 120.0) -> None:
+        parts = urlsplit(url)
+        self.url = url
+        self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
+        self._model, self._timeout_s = model, timeout_s
+
+    def generate(self, text_input: str | None = None, **inputs: object) -> dict[str, object]:
+        """One request, one answer: the output tensors by name. Raises ``TritonHttpError``."""
+        status, body = self._post("generate", _payload(text_input, inputs))
+        if status != 200 or "error" in body:
+            raise TritonHttpError(status, str(body.get("error", body)))
+        return body
+
+    def generate_stream(self, text_input: str | None = None, **inputs: object) -> Iterator[dict[str, object]]:
+        """Events of a streamed request, each the output tensors by name; leaving the iterator closes the connection.
+
+        Raises ``TritonHttpError`` for an error before or inside the stream.
+        """
+        connection = self._connect()
+        try:
+            payload = json.dumps({"stream": True, **_payload(text_input, inputs)})
+            connection.request("POST", self._path("generate_stream"), payload, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            finished = False
+            for line in response:
+                data = line.strip()
+                if data.startswith(b"{"):  # an error without event framing
+                    data = b"data: " + data
+                if not data.startswith(b"data: "):
+                    continue
+                event = json.loads(data[len(b"data: ") :])
+                if "error" in event:
+                    raise TritonHttpError(response.status, str(event["error"]))
+                finished = "finish_reason" in event
+                yield event
+            if not finished:
+                # http.client takes a cut connection for the end of a chunked body.
+                raise TritonHttpError(response.status, "the connection was lost before the last event")
+        finally:
+            connection.close()
+
+    def health(self) -> dict[str, object]:
+        """What the proxy knows of its engine: state, restarts, engine_pid, in_flight, stats. Raises as ``generate``."""
+        return dict(json.loads(str(self.generate(control="health")["text_output"])))
+
+    def ready(self) -> bool:
+        """Whether ``/v2/health/ready`` says so."""
+        try:
+            return self.get("/v2/health/ready")[0] == 200
+        except OSError:
+            return False
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        """Status and body of a GET."""
+        connection = self._connect()
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+    def repository_request(self, action: str) -> tuple[int, object]:
+        """``load`` or ``unload`` the model, or ask for the repository's ``index``: (status, parsed body or None)."""
+        path = "/v2/repository/index" if action == "index" else f"/v2/repository/models/{self._model}/{action}"
+        return self._post_to(path, {})
+
+    def _post(self, action: str, payload: dict[str, object]) -> tuple[int, dict[str, object]]:
+        status, body = self._post_to(self._path(action), payload)
+        return status, body if isinstance(body, dict) else {"error": str(body)}
+
+    def _post_to(self, path: str, payload: dict[str, object]) -> tuple[int, object]:
+        connection = self._connect()
+        try:
+            connection.request("POST", path, json.dumps(payload), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            raw = response.read()
+        finally:
+            connection.close()
+        try:
+            return response.status, json.loads(raw) if raw else None
+        except ValueError:
+            return response.status, {"error": raw.decode(errors="replace").strip()}
+
+    def _connect(self) -> http.client.HTTPConnection:
+        # One connection per request: an idle kept-alive one would hold up the server's stop.
+        return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
+
+    def _path(self, action: str) -> str:
+        return f"/v2/models/{self._model}/{action}"
+
+
+def token_ids(event: dict[str, object]) -> list[int]:
+    """The token ids of an event: Triton writes a list of one as the bare number, and an empty list as nothing."""
+    value = event.get("token_ids", [])
+    return [int(item) for item in value] if isinstance(value, list) else [int(str(value))]
+
+
+def _payload(text_input: str | None, inputs: dict[str, object]) -> dict[str, object]:
+    return inputs if text_input is None else {"text_input": text_input, **inputs}

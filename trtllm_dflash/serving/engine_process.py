@@ -1,0 +1,64 @@
+"""The engine process: ``python -m trtllm_dflash.serving.engine_process --engines DIR --fd N``.
+
+It is started by the proxy model inside Triton (``triton_server_repo/dflash/1/engine_link.py``) with one end of a Unix
+socket pair, loads the engine directory, says ``Ready`` and serves until that socket closes. The socket is the leash:
+when the proxy goes away for any reason, the kernel closes its end and this process exits, even while a network runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import click
+
+from trtllm_dflash.errors import DFlashError
+from trtllm_dflash.runtime.llm import LLM
+from trtllm_dflash.serving import wire
+from trtllm_dflash.serving.engine_facts import check_fingerprint, read_engine_facts
+from trtllm_dflash.serving.engine_server import EngineServer
+from trtllm_dflash.serving.process_lifetime import Leash, exit_on_thread_failure, exit_with_the_proxy
+
+_log = logging.getLogger("trtllm_dflash.engine_process")
+
+
+@click.command()
+@click.option("--engines", type=click.Path(path_type=Path), required=True)
+@click.option("--config-sha256", default=None, help="SHA-256 of the directory's config.json, as deploy recorded it.")
+@click.option("--device", default=None, help="As LLM's device; default: the engine's own choice.")
+@click.option("--fd", type=int, required=True, help="File descriptor of the connected socket.")
+def main(engines: Path, config_sha256: str | None, device: str | None, fd: int) -> None:
+    """Serve one engine directory over an inherited socket."""
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    # The terminal's Ctrl-C is for the server, which then closes the socket in its own order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    stream = socket.socket(fileno=fd)
+    connection = Leash(stream)
+    exit_with_the_proxy(stream)
+    exit_on_thread_failure()
+    try:
+        if config_sha256:
+            check_fingerprint(engines, config_sha256)
+        facts = read_engine_facts(engines)
+        engine = LLM(engines, device=device)
+    except Exception as error:
+        _log.exception("the engine in %s could not be loaded", engines)
+        hint = getattr(error, "hint", None)
+        text = f"{error} (hint: {hint})" if hint else str(error) or type(error).__name__
+        connection.send(wire.LoadFailed(text, permanent=isinstance(error, DFlashError)))
+        connection.close()
+        raise SystemExit(1) from error
+    _log.info("serving %s, process %d", engines, os.getpid())
+    server = EngineServer(
+        engine, connection, limits=facts.limits, eos_token_ids=facts.eos_token_ids, vocab_size=facts.vocab_size
+    )
+    server.run()
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,297 @@
+"""From the tensors of a Triton request to a prompt and ``SamplingParams``.
+
+Three generations of client scripts are understood: the legacy ensemble's names (``stop_words``, ``random_seed``,
+``min_length``, …), the ``sampling_param_*`` names of Triton's llmapi backend, and the core model's ``input_ids`` and
+``request_output_len``. An input that this toolkit cannot honour is refused by name; none is silently ignored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from trtllm_dflash.config.sampling import SamplingParams
+from trtllm_dflash.errors import RequestError
+
+Fields = Mapping[str, Sequence[object]]
+Value = TypeVar("Value", bool, int, float, str)
+
+# Every declared input: Triton data type and dims. All are optional for Triton; what is required is checked here.
+INPUTS: dict[str, tuple[str, str]] = {
+    "text_input": ("STRING", "1"),
+    "input_ids": ("INT32", "-1"),
+    "input_lengths": ("INT32", "1"),
+    "stream": ("BOOL", "1"),
+    "streaming": ("BOOL", "1"),
+    **dict.fromkeys(("max_tokens", "request_output_len", "sampling_param_max_tokens"), ("INT32", "1")),
+    **dict.fromkeys(("min_tokens", "min_length", "sampling_param_min_tokens"), ("INT32", "1")),
+    **dict.fromkeys(("top_k", "runtime_top_k", "sampling_param_top_k"), ("INT32", "1")),
+    **dict.fromkeys(("temperature", "sampling_param_temperature"), ("FP32", "1")),
+    **dict.fromkeys(("top_p", "runtime_top_p", "sampling_param_top_p", "min_p", "sampling_param_min_p"), ("FP32", "1")),
+    **dict.fromkeys(("repetition_penalty", "sampling_param_repetition_penalty"), ("FP32", "1")),
+    **dict.fromkeys(("presence_penalty", "sampling_param_presence_penalty"), ("FP32", "1")),
+    **dict.fromkeys(("frequency_penalty", "sampling_param_frequency_penalty"), ("FP32", "1")),
+    **dict.fromkeys(("seed", "random_seed", "sampling_param_seed"), ("UINT64", "1")),
+    **dict.fromkeys(("stop_words", "sampling_param_stop", "bad_words"), ("STRING", "-1")),
+    **dict.fromkeys(("end_id", "pad_id"), ("INT32", "1")),
+    **dict.fromkeys(("ignore_eos", "sampling_param_ignore_eos"), ("BOOL", "1")),
+    **dict.fromkeys(("return_log_probs", "return_cumulative_logprob"), ("BOOL", "1")),
+    **dict.fromkeys(("exclude_input_in_output", "sampling_param_exclude_input_from_output"), ("BOOL", "1")),
+    **dict.fromkeys(
+        ("return_finish_reason", "return_perf_metrics", "sampling_param_return_perf_metrics"), ("BOOL", "1")
+    ),
+    **dict.fromkeys(("return_stop_reason", "return_context_logits", "return_generation_logits"), ("BOOL", "1")),
+    **dict.fromkeys(("num_return_sequences", "sampling_param_best_of", "beam_width"), ("INT32", "1")),
+    "length_penalty": ("FP32", "1"),
+    "num_draft_tokens": ("INT32", "1"),
+    "use_draft_logits": ("BOOL", "1"),
+    "prompt_vocab_size": ("INT32", "1"),
+    "lora_task_id": ("UINT64", "1"),
+    **dict.fromkeys(("guided_decoding_guide_type", "guided_decoding_guide", "image_url"), ("STRING", "1")),
+    "embedding_bias_words": ("STRING", "-1"),
+    "embedding_bias_weights": ("FP32", "-1"),
+    # Answered by the proxy: stop the request of the same request id; facts for the supervisor.
+    "stop": ("BOOL", "1"),
+    "control": ("STRING", "1"),
+}
+
+DEFAULT_MAX_TOKENS = 256
+
+ALIASES: dict[str, str] = {
+    "request_output_len": "max_tokens",
+    "sampling_param_max_tokens": "max_tokens",
+    "sampling_param_temperature": "temperature",
+    "runtime_top_k": "top_k",
+    "sampling_param_top_k": "top_k",
+    "runtime_top_p": "top_p",
+    "sampling_param_top_p": "top_p",
+    "sampling_param_min_p": "min_p",
+    "sampling_param_frequency_penalty": "frequency_penalty",
+    "sampling_param_presence_penalty": "presence_penalty",
+    "sampling_param_repetition_penalty": "repetition_penalty",
+    "sampling_param_stop": "stop_words",
+    "sampling_param_seed": "seed",
+    "random_seed": "seed",
+    "min_length": "min_tokens",
+    "sampling_param_min_tokens": "min_tokens",
+    "sampling_param_ignore_eos": "ignore_eos",
+    "streaming": "stream",
+    "sampling_param_exclude_input_from_output": "exclude_input_in_output",
+    "return_cumulative_logprob": "return_log_probs",
+    "sampling_param_best_of": "num_return_sequences",
+}
+
+# What the values must be for the request to mean the same thing without the feature.
+_NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
+    "num_return_sequences": ((1,), "1 (one sequence per request; send the request again for more)"),
+    "beam_width": ((0, 1), "1 (beam search does not combine with speculative decoding)"),
+    "length_penalty": ((0.0, 1.0), "1.0 (it only has a meaning with beam search)"),
+    "return_context_logits": ((False,), "false (logits are not returned; use return_log_probs)"),
+    "return_generation_logits": ((False,), "false (logits are not returned; use return_log_probs)"),
+    "return_stop_reason": ((False,), "false (finish_reason is always returned)"),
+    "use_draft_logits": ((False,), "false (the engine drafts by itself)"),
+    "num_draft_tokens": ((0,), "0 (the engine drafts by itself)"),
+    "lora_task_id": ((0,), "0 (LoRA is not supported)"),
+    "prompt_vocab_size": ((0,), "0 (prompt tuning is not supported)"),
+}
+
+# Facts that are always in the last response, so that asking for them changes nothing.
+_ALWAYS_GIVEN = ("return_finish_reason", "return_perf_metrics", "sampling_param_return_perf_metrics")
+
+_UNSUPPORTED: dict[str, str] = {
+    "guided_decoding_guide_type": "no value: guided decoding is not supported yet",
+    "guided_decoding_guide": "no value: guided decoding is not supported yet",
+    "embedding_bias_words": "no value: embedding bias is not supported; use bad_words to ban words",
+    "embedding_bias_weights": "no value: embedding bias is not supported; use bad_words to ban words",
+    "image_url": "no value: images are not supported",
+}
+
+
+@dataclass(frozen=True)
+class ServingRequest:
+    """A validated request.
+
+    Attributes:
+        prompt: text or token ids. params: how to decode it.
+        stream: one response per delta, else exactly one response.
+        log_probs: the client wants log probabilities.
+        echo: text to put before the output (``exclude_input_in_output`` false), else empty.
+    """
+
+    prompt: str | list[int]
+    params: SamplingParams
+    stream: bool
+    log_probs: bool
+    echo: str
+
+
+def parse_request(fields: Fields, *, eos_token_ids: Sequence[int], vocab_size: int) -> ServingRequest:
+    """Translate and validate the inputs of one request.
+
+    Args:
+        fields: input name → flat list of values (``bool``, ``int``, ``float`` or ``str``).
+        eos_token_ids: the model's own end tokens, to read ``end_id``. vocab_size: bound of token ids.
+
+    Raises:
+        RequestError: naming the input, its value and what is allowed.
+
+    Defaults are the legacy ensemble's: greedy when none of temperature, top_k, top_p and min_p is given; ``top_p`` 0
+    means that it is off; ``end_id`` -1 means that end tokens do not end generation, any other id replaces the model's
+    own.
+    """
+    reader = _Reader(_without_aliases(fields))
+    for name, allowed in _UNSUPPORTED.items():
+        if reader.has(name):
+            raise RequestError(name, reader.values(name)[0], allowed)
+    for name, (neutral, allowed) in _NEUTRAL.items():
+        if reader.has(name) and reader.single(name) not in neutral:
+            raise RequestError(name, reader.single(name), allowed)
+        reader.drop(name)
+    for name in _ALWAYS_GIVEN:
+        if reader.has(name):
+            reader.take(name, bool, False)
+    if (pad_id := reader.optional("pad_id", int)) is not None and not -1 <= pad_id < vocab_size:
+        # Nothing is padded here, so a valid pad_id has no effect on any output.
+        raise RequestError("pad_id", pad_id, f"a token id in 0..{vocab_size - 1}, or -1")
+
+    prompt = _prompt(reader, vocab_size)
+    stream = reader.take("stream", bool, False)
+    log_probs = reader.take("return_log_probs", bool, False)
+    echo = ""
+    if not reader.take("exclude_input_in_output", bool, True):
+        if not isinstance(prompt, str):
+            raise RequestError("exclude_input_in_output", False, "true when the prompt is given as input_ids")
+        echo = prompt
+    params = _sampling(reader, eos_token_ids, vocab_size, log_probs)
+    reader.finish()
+    return ServingRequest(prompt=prompt, params=params, stream=stream, log_probs=log_probs, echo=echo)
+
+
+def _prompt(reader: _Reader, vocab_size: int) -> str | list[int]:
+    has_text, has_ids = reader.has("text_input"), reader.has("input_ids")
+    if has_text and has_ids:
+        raise RequestError("input_ids", "both text_input and input_ids", "one of them")
+    if has_ids:
+        ids = [_typed("input_ids", value, int) for value in reader.values("input_ids")]
+        length = reader.take("input_lengths", int, len(ids))
+        if length != len(ids):
+            raise RequestError("input_lengths", length, f"{len(ids)}, the number of input_ids")
+        for token in ids:
+            if not 0 <= token < vocab_size:
+                raise RequestError("input_ids", token, f"token ids in 0..{vocab_size - 1}")
+        if not ids:
+            raise RequestError("input_ids", [], "at least one token id")
+        return ids
+    if not has_text:
+        raise RequestError("text_input", None, "a prompt: text_input, or input_ids")
+    text = reader.take("text_input", str, "")
+    if not text:
+        raise RequestError("text_input", text, "at least one character")
+    return text
+
+
+def _sampling(reader: _Reader, eos_token_ids: Sequence[int], vocab_size: int, log_probs: bool) -> SamplingParams:
+    top_k = reader.optional("top_k", int)
+    top_p = reader.optional("top_p", float)
+    min_p = reader.optional("min_p", float)
+    temperature = reader.optional("temperature", float)
+    greedy = temperature is None and min_p is None and not top_k and not top_p
+    if top_p == 0.0:
+        top_p = None
+    if greedy:
+        temperature = 0.0
+    ignore_eos = reader.take("ignore_eos", bool, False)
+    stop_token_ids: tuple[int, ...] = ()
+    end_id = reader.optional("end_id", int)
+    if end_id == -1:
+        ignore_eos = True
+    elif end_id is not None:
+        if not 0 <= end_id < vocab_size:
+            raise RequestError("end_id", end_id, f"a token id in 0..{vocab_size - 1}, or -1 for none")
+        if end_id not in eos_token_ids:
+            ignore_eos, stop_token_ids = True, (end_id,)
+    return SamplingParams(
+        max_tokens=reader.take("max_tokens", int, DEFAULT_MAX_TOKENS),
+        min_tokens=reader.take("min_tokens", int, 0),
+        temperature=1.0 if temperature is None else temperature,
+        top_p=1.0 if top_p is None else top_p,
+        top_k=0 if top_k is None else top_k,
+        min_p=0.0 if min_p is None else min_p,
+        repetition_penalty=reader.take("repetition_penalty", float, 1.0),
+        presence_penalty=reader.take("presence_penalty", float, 0.0),
+        frequency_penalty=reader.take("frequency_penalty", float, 0.0),
+        bad_words=reader.words("bad_words"),
+        stop=reader.words("stop_words"),
+        stop_token_ids=stop_token_ids,
+        ignore_eos=ignore_eos,
+        seed=reader.optional("seed", int),
+        logprobs=0 if log_probs else None,
+    )
+
+
+def _without_aliases(fields: Fields) -> dict[str, Sequence[object]]:
+    named: dict[str, tuple[str, Sequence[object]]] = {}
+    for name, values in fields.items():
+        canonical = ALIASES.get(name, name)
+        if canonical in named and list(named[canonical][1]) != list(values):
+            other, other_values = named[canonical]
+            raise RequestError(
+                name, list(values)[:4], f"the value of {other} ({list(other_values)[:4]}), its other name"
+            )
+        named[canonical] = (name, values)
+    return {canonical: values for canonical, (_, values) in named.items()}
+
+
+class _Reader:
+    """Takes inputs one by one, so that what is left at the end is what nobody understood."""
+
+    def __init__(self, fields: dict[str, Sequence[object]]) -> None:
+        self._fields = fields
+
+    def has(self, name: str) -> bool:
+        return name in self._fields
+
+    def drop(self, name: str) -> None:
+        self._fields.pop(name, None)
+
+    def values(self, name: str) -> list[object]:
+        return list(self._fields.pop(name, ()))
+
+    def single(self, name: str) -> object:
+        values = self._fields[name]
+        if len(values) != 1:
+            raise RequestError(name, f"{len(values)} values", "one value")
+        return values[0]
+
+    def take(self, name: str, kind: type[Value], default: Value) -> Value:
+        value = self.optional(name, kind)
+        return default if value is None else value
+
+    def optional(self, name: str, kind: type[Value]) -> Value | None:
+        if name not in self._fields:
+            return None
+        value = self.single(name)
+        self.drop(name)
+        return _typed(name, value, kind)
+
+    def words(self, name: str) -> tuple[str, ...]:
+        # Legacy clients send one empty string for "none".
+        return tuple(word for value in self.values(name) if (word := _typed(name, value, str)))
+
+    def finish(self) -> None:
+        for name in list(self._fields):
+            raise RequestError(name, self.values(name)[0], "no value: this model has no such input")
+
+
+def _typed(name: str, value: object, kind: type[Value]) -> Value:
+    if kind in (int, float) and isinstance(value, int | float) and not isinstance(value, bool):
+        if not math.isfinite(value):
+            raise RequestError(name, value, "a finite number")
+        if kind is float or isinstance(value, int) or value.is_integer():
+            return kind(value)
+    elif isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+        return value
+    words: dict[type, str] = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+    raise RequestError(name, value, words[kind])

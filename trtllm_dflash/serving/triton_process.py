@@ -1,0 +1,185 @@
+"""One run of the tritonserver program: command line, environment, start, stop, and what it leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from trtllm_dflash.errors import EngineError
+from trtllm_dflash.serving.client import TritonClient
+from trtllm_dflash.serving.triton_install import TritonInstall, library_path, stub_environment
+
+EXIT_TIMEOUT_S = 5
+_LOAD_FAILURE = re.compile(r"TritonModelException: (.*)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Endpoints:
+    """Where the server listens."""
+
+    host: str
+    http_port: int
+    grpc_port: int
+    metrics_port: int
+
+
+class TritonProcess:
+    """A running tritonserver with one model.
+
+    Args:
+        install: which program. repository: model repository. model: the model to load. endpoints: where to listen.
+        log: file that receives the output of server, proxy and engine; None for this process's stderr.
+    """
+
+    def __init__(
+        self, install: TritonInstall, repository: Path, model: str, endpoints: Endpoints, log: Path | None
+    ) -> None:
+        self._shm_prefix = f"dflash_{os.getpid()}_{secrets.token_hex(4)}_"
+        self._run_directory = Path(tempfile.mkdtemp(prefix="trtllm-dflash-triton-"))
+        self._log = log
+        self._log_start = log.stat().st_size if log and log.exists() else 0
+        self._gone = False
+        self.model = model
+        self.client = TritonClient(f"http://{_reachable(endpoints.host)}:{endpoints.http_port}", model, timeout_s=10.0)
+        backends = self._run_directory / "backends"
+        (backends / "python").mkdir(parents=True)
+        for path in install.python_backend.iterdir():
+            (backends / "python" / path.name).symlink_to(path)
+        if install.stub is not None:
+            (backends / "python" / install.stub.name).symlink_to(install.stub)
+        command = [
+            str(install.binary),
+            f"--model-repository={repository.resolve()}",
+            f"--backend-directory={backends}",
+            "--disable-auto-complete-config",
+            "--model-control-mode=explicit",
+            f"--load-model={model}",
+            f"--http-address={endpoints.host}",
+            f"--grpc-address={endpoints.host}",
+            f"--metrics-address={endpoints.host}",
+            f"--http-port={endpoints.http_port}",
+            f"--grpc-port={endpoints.grpc_port}",
+            f"--metrics-port={endpoints.metrics_port}",
+            "--allow-gpu-metrics=false",
+            f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
+            f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}",
+            "--backend-config=python,shm-default-byte-size=4194304",
+        ]
+        try:
+            environment = _environment(install)
+            output = log.open("ab") if log else None
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output or sys.stderr,
+                stderr=output or sys.stderr,
+                env=environment,
+                # Its own group: the terminal's Ctrl-C reaches only us, and one signal reaches server and stubs.
+                start_new_session=True,
+                cwd=self._run_directory,
+            )
+            if output:
+                output.close()
+        except BaseException:
+            shutil.rmtree(self._run_directory, ignore_errors=True)
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def exit_code(self) -> int | None:
+        """The server's exit code, or None while it runs."""
+        return self._process.poll()
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Block until the model is loaded; raises ``EngineError`` with the reason when it cannot be."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if (code := self.exit_code()) is not None:
+                raise EngineError(f"tritonserver ended with exit code {code} while starting: {self._reason()}")
+            if self.client.ready():
+                return
+            time.sleep(0.05)
+        raise EngineError(f"tritonserver was not ready after {timeout_s:.0f} s: {self._reason()}")
+
+    def _reason(self) -> str:
+        if self._log is None:
+            return "see its output above"
+        with self._log.open("rb") as file:
+            file.seek(self._log_start)
+            text = file.read().decode(errors="replace")
+        if reasons := _LOAD_FAILURE.findall(text):
+            # The last one is the server's own summary; log lines before it carry an escaped traceback.
+            return str(reasons[-1]).split("\\n", 1)[0].strip()
+        complaints = [line for line in text.splitlines() if re.match(r"E\d{4} |error:|failed", line)]
+        return " | ".join(complaints[-3:]) or f"see {self._log}"
+
+    def stop(self) -> None:
+        """Unload the model, stop the server; kill what does not leave; remove its shared memory."""
+        if self.exit_code() is None:
+            self._unload()
+            self._process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=EXIT_TIMEOUT_S + 5)
+        self.kill()
+
+    def kill(self) -> None:
+        """End server and stubs at once; the engine process follows when its socket closes."""
+        if self._gone:
+            return
+        # Also after a regular exit: a stub may have outlived its server.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._gone = True
+        for path in Path("/dev/shm").glob(f"{self._shm_prefix}*"):
+            path.unlink(missing_ok=True)
+        shutil.rmtree(self._run_directory, ignore_errors=True)
+
+    def _unload(self) -> None:
+        """Let the requests in flight finish, for a while, and the engine leave in its own order."""
+        try:
+            self.client.repository_request("unload")
+            deadline = time.monotonic() + 10.0
+            while time.monotonic() < deadline and self.model_state() in ("READY", "UNLOADING"):
+                time.sleep(0.05)
+        except (OSError, http.client.HTTPException):
+            pass  # the listener is gone already; the signals that follow do the rest
+
+    def model_state(self) -> str:
+        """State of the model in the server's index: ``READY``, ``LOADING``, ``UNLOADING`` or ``UNAVAILABLE``."""
+        _, index = self.client.repository_request("index")
+        for entry in index if isinstance(index, list) else []:
+            if entry.get("name") == self.model:
+                return str(entry.get("state", "UNAVAILABLE"))
+        return "UNAVAILABLE"
+
+
+def _environment(install: TritonInstall) -> dict[str, str]:
+    environment = dict(os.environ)
+    if not install.bundled:
+        return environment
+    environment.pop("VIRTUAL_ENV", None)
+    # The engine process runs in our own environment again: model.py's link puts these two back.
+    for name in ("PATH", "LD_LIBRARY_PATH"):
+        environment[f"TRTLLM_DFLASH_SAVED_{name}"] = os.environ.get(name, "")
+    environment["PATH"] = f"{stub_environment() / 'bin'}:{os.environ.get('PATH', '/usr/bin:/bin')}"
+    environment["LD_LIBRARY_PATH"] = library_path()
+    return environment
+
+
+def _reachable(host: str) -> str:
+    """An address of this machine to ask a server that listens on ``host``."""
+    return "127.0.0.1" if host in ("0.0.0.0", "") else host
