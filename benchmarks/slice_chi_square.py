@@ -29,11 +29,13 @@ from trtllm_dflash.runtime.text import TextStream
 
 SLOTS = 16
 POSITIONS = 3
+PREFIX_DRAWS = 200
+"""Prefixes with fewer draws are not tested."""
 _QUESTION = "A shop sells pens at 3 dollars and books at 12 dollars. How much do 4 pens and 2 books cost?"
-_ANSWER_START = "To find the total cost, we need to"
+_ANSWER_START = "To solve this problem, we need to break it down into manageable parts. First, let's calculate"
 _SETTINGS = {
     "temperature": SamplingParams(max_tokens=64, temperature=1.0),
-    "filtered": SamplingParams(max_tokens=64, temperature=0.9, top_k=40, top_p=0.9, min_p=0.02),
+    "filtered": SamplingParams(max_tokens=64, temperature=1.0, top_k=50, top_p=0.97, min_p=0.002),
 }
 
 
@@ -82,7 +84,7 @@ def count_cycles(
     slots = torch.arange(SLOTS)
     counts: dict[Prefix, Counter[int]] = defaultdict(Counter)
     seed = 0
-    while sum(sum(row.values()) for prefix, row in counts.items() if len(prefix) == POSITIONS - 1) < draws:
+    while _testable_draws(counts, POSITIONS - 1) < draws:
         # Every cycle starts from the same anchor: the prompt's last token.
         state.anchors.fill_(prompt[-1])
         state.context_lengths.fill_(len(prompt) - 1)
@@ -107,7 +109,7 @@ def test_positions(
         statistic, freedom, tested = 0.0, 0, 0
         for prefix, row in counts.items():
             total = sum(row.values())
-            if len(prefix) != position or total < 200:
+            if len(prefix) != position or total < PREFIX_DRAWS:
                 continue
             exact = exact_probabilities(target, (*context, *prefix), params)
             expected = exact * total
@@ -122,6 +124,8 @@ def test_positions(
                 statistic += float((rest_observed - rest_expected) ** 2 / rest_expected)
                 freedom += 1
             tested += total
+        if freedom == 0:
+            raise ValueError(f"position {position + 1} has one possible token: choose another context")
         results[position + 1] = {
             "p": float(stats.chi2.sf(statistic, freedom)),
             "chi_square": statistic,
@@ -147,6 +151,11 @@ def exact_probabilities(target: PreTrainedModel, ids: tuple[int, ...], params: S
     probabilities = np.zeros_like(logits)
     probabilities[kept] = weights / weights.sum()
     return probabilities
+
+
+def _testable_draws(counts: dict[Prefix, Counter[int]], position: int) -> int:
+    totals = (sum(row.values()) for prefix, row in counts.items() if len(prefix) == position)
+    return sum(total for total in totals if total >= PREFIX_DRAWS)
 
 
 def _ignore(chunk: OutputChunk) -> None:

@@ -10,6 +10,8 @@ from numbers import Integral, Real
 from trtllm_dflash.errors import RequestError
 
 MAX_SEED = 2**64 - 1
+GREEDY_BELOW = 1e-3
+"""Temperatures below this are greedy: dividing logits by them would leave float32, and clients mean 0 by them."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class SamplingParams:
     Attributes:
         max_tokens: at most this many output tokens, >= 1; None means up to the engine's max_seq_len.
         min_tokens: stop token ids (EOS included) are impossible before this many output tokens; at most max_tokens.
-        temperature: >= 0; 0 is greedy.
+        temperature: >= 0; below 0.001 it is greedy.
         top_p: in (0, 1]. top_k: >= 0, 0 is off. min_p: in [0, 1], relative to the best token.
         repetition_penalty: > 0; divides positive and multiplies negative logits of tokens in prompt or output.
         presence_penalty, frequency_penalty: in [-2, 2]; over output tokens.
@@ -55,6 +57,11 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     structured_output: None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most probable token is taken, without randomness."""
+        return self.temperature < GREEDY_BELOW
 
     def __post_init__(self) -> None:
         checked: dict[str, object] = {

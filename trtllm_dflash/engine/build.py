@@ -69,6 +69,11 @@ def build(
             f"{source.path}: converted for {source.mapping.tp_size} ranks; the torch backend runs one",
             hint="convert with --tp-size 1",
         )
+    if source.quantization.kv_cache_dtype == "fp8":
+        raise BuildError(
+            f"{source.path}: converted with --kv-cache-dtype fp8, which the torch backend does not have",
+            hint="convert with --kv-cache-dtype auto",
+        )
     source.verify()
     with atomic_directory(Path(output), force=force) as directory:
         _write_model(source, "target", directory, limits)

@@ -58,7 +58,7 @@ class SamplingMode:
     @staticmethod
     def of(params: SamplingParams) -> SamplingMode:
         """The parts one request needs."""
-        sampled = params.temperature > 0
+        sampled = not params.is_greedy
         return SamplingMode(
             sampled=sampled,
             filtered=sampled and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0),
@@ -172,8 +172,8 @@ class SlotState:
         self.page_table[slot].fill_(self.scratch_page)
         self.page_table[slot, : len(pages)] = torch.tensor(list(pages), dtype=torch.int64, device=device)
         self.seeds[slot] = seed - (1 << 64) if seed >= 1 << 63 else seed
-        self.temperatures[slot] = params.temperature
-        self.top_k[slot] = params.top_k
+        self.temperatures[slot] = 0.0 if params.is_greedy else params.temperature
+        self.top_k[slot] = min(params.top_k, self.output_counts.shape[1])
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
         self.repetition[slot] = params.repetition_penalty
