@@ -1,0 +1,32 @@
+// Launches of one operation that follow each other: the next grid is set up while the previous one drains.
+#pragma once
+
+#include <cuda_runtime.h>
+
+namespace dflash {
+
+// Launches `kernel` so that it may be set up before the launch in front of it has finished. Its first statement must be
+// wait_for_previous_launch(). Errors stay with cudaGetLastError().
+template <typename... Parameters>
+void launch_overlapped(void (*kernel)(Parameters...), dim3 grid, int threads, cudaStream_t stream,
+                       Parameters... parameters) {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid;
+    config.blockDim = dim3(threads);
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    cudaLaunchKernelEx(&config, kernel, parameters...);
+}
+
+// Returns when everything before this launch is complete and visible.
+__device__ __forceinline__ void wait_for_previous_launch() {
+#if __CUDA_ARCH__ >= 900
+    cudaGridDependencySynchronize();
+#endif
+}
+
+}  // namespace dflash
