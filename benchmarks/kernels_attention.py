@@ -1,0 +1,417 @@
+"""Attention, KV injection and the small fused kernels against the copy roofline and torch's own attention.
+
+``python -m benchmarks.kernels_attention`` on a CUDA GPU; ``benchmarks.kernels`` merges :func:`measure` with the other
+kernels. Times are medians of CUDA-graph replays over rotating inputs that exceed the L2 cache; bytes are what must be
+read and written once; the roofline is a device-to-device copy measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import date
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from trtllm_dflash.ops import cuda_attention
+
+HEADS, KV_HEADS, HEAD_DIM, PAGE_TOKENS = 32, 8, 128, 32
+SCALE = HEAD_DIM**-0.5
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+CONTEXTS = (4096, 8192, 16384, 32768)
+BLOCK_SIZES = (8, 16)
+# Where torch is timed as well (FlexAttention, which compiles for each shape, only at two of them).
+COMPARED_BATCHES, COMPARED_CONTEXTS = (1, 4, 16, 64), (4096, 32768)
+FLEX_SHAPES = {(1, 32768, 8), (16, 4096, 16)}
+TOKEN_BYTES = 2 * KV_HEADS * HEAD_DIM * 2
+REPLAYS = 15
+WARM_UP_S = 0.015
+
+
+def time_us(calls: Sequence[Callable[[], object]]) -> float:
+    """Median microseconds of one call, over graph replays that each run all of ``calls`` once."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    # Clocks fall while the host prepares data: warm up for some milliseconds, not for a number of calls.
+    warm_until = time.perf_counter() + WARM_UP_S
+    while time.perf_counter() < warm_until:
+        graph.replay()
+        torch.cuda.synchronize()
+    times = []
+    for _ in range(REPLAYS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / len(calls))
+    return statistics.median(times)
+
+
+def copy_bytes_per_us(moved_bytes: int) -> float:
+    """Bytes read plus written per microsecond by a device copy that moves ``moved_bytes`` in all.
+
+    The faster of the driver's copy and an element-wise kernel; sources and targets rotate beyond the L2 cache.
+    """
+    copies = max(2, min(16, (1 << 30) // moved_bytes))
+    sources = [torch.randn(moved_bytes // 8, device="cuda") for _ in range(copies)]
+    targets = [torch.empty_like(source) for source in sources]
+    pairs = list(zip(sources, targets, strict=True))
+    driver = [lambda s=source, t=target: t.copy_(s) for source, target in pairs]
+    kernel = [lambda s=source, t=target: torch.neg(s, out=t) for source, target in pairs]
+    return moved_bytes / min(time_us(driver), time_us(kernel))
+
+
+class Roofline:
+    """Copy bandwidth by amount of data: a short copy, too, starts, ramps up and ends."""
+
+    def __init__(self) -> None:
+        self.by_megabytes = {size: copy_bytes_per_us(size << 20) for size in (16, 32, 64, 128, 256, 512, 1024, 4096)}
+
+    @property
+    def peak(self) -> float:
+        return max(self.by_megabytes.values())
+
+    def at(self, moved_bytes: int) -> float:
+        """Bytes per microsecond of a copy that moves ``moved_bytes``: measured times, interpolated linearly."""
+        megabytes = moved_bytes / (1 << 20)
+        sizes = sorted(self.by_megabytes)
+        if not sizes[0] <= megabytes < sizes[-1]:
+            return self.by_megabytes[sizes[0] if megabytes < sizes[0] else sizes[-1]]
+        upper = next(size for size in sizes if size > megabytes)
+        lower = sizes[sizes.index(upper) - 1]
+        times = [size / self.by_megabytes[size] for size in (lower, upper)]
+        share = (megabytes - lower) / (upper - lower)
+        return megabytes / (times[0] + share * (times[1] - times[0]))
+
+
+@dataclass
+class AttentionData:
+    """Several independent batches of one shape; the caches of all of them share one pool of pages."""
+
+    batch: int
+    context: int
+    block: int
+    pool_k: Tensor
+    pool_v: Tensor
+    page_tables: list[Tensor]
+    queries: list[Tensor]
+    k_blocks: list[Tensor]
+    v_blocks: list[Tensor]
+
+    @classmethod
+    def draw(cls, batch: int, context: int, block: int) -> AttentionData:
+        generator = torch.Generator("cuda").manual_seed(batch * context + block)
+        # The verify form reads its block's rows from the cache, hence room for them.
+        pages = -(-(context + block) // PAGE_TOKENS)
+        set_bytes = batch * context * TOKEN_BYTES
+        sets = max(1, min(6, (1 << 30) // set_bytes))
+        shape = (sets * batch * pages + 1, PAGE_TOKENS, KV_HEADS, HEAD_DIM)
+
+        def normal(*size: int) -> Tensor:
+            return torch.randn(size, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+        order = torch.randperm(sets * batch * pages, generator=generator, device="cuda").view(sets, batch, pages)
+        return cls(
+            batch,
+            context,
+            block,
+            normal(*shape),
+            normal(*shape),
+            list(order),
+            [normal(batch * block, HEADS, HEAD_DIM) for _ in range(sets)],
+            [normal(batch * block, KV_HEADS, HEAD_DIM) for _ in range(sets)],
+            [normal(batch * block, KV_HEADS, HEAD_DIM) for _ in range(sets)],
+        )
+
+    @property
+    def bytes(self) -> int:
+        """Read once: cached context, the block's K/V, queries; written once: the result."""
+        return self.batch * ((self.context + self.block) * TOKEN_BYTES + 2 * self.block * HEADS * HEAD_DIM * 2)
+
+    def ours(self, index: int, *, verify: bool) -> Callable[[], Tensor]:
+        contexts = torch.full((self.batch,), self.context, device="cuda")
+        q, table = self.queries[index], self.page_tables[index]
+        if verify:
+            starts = torch.arange(self.batch + 1, device="cuda") * self.block
+            return lambda: cuda_attention.paged_attention(
+                q, self.pool_k, self.pool_v, table, contexts, starts, self.block, scale=SCALE
+            )
+        return lambda: cuda_attention.block_attention(
+            q,
+            self.k_blocks[index],
+            self.v_blocks[index],
+            self.pool_k,
+            self.pool_v,
+            table,
+            contexts,
+            None,
+            self.block,
+            scale=SCALE,
+        )
+
+    def dense(self, index: int) -> tuple[Tensor, Tensor]:
+        """K and V as ``[B, kv_heads, context + S, head_dim]``, contiguous: torch is spared the paging."""
+        parts = []
+        for pool, block in ((self.pool_k, self.k_blocks[index]), (self.pool_v, self.v_blocks[index])):
+            cached = pool[self.page_tables[index]].view(self.batch, -1, KV_HEADS, HEAD_DIM)[:, : self.context]
+            block = block.view(self.batch, self.block, KV_HEADS, HEAD_DIM)
+            parts.append(torch.cat((cached, block), dim=1).transpose(1, 2).contiguous())
+        return parts[0], parts[1]
+
+
+@cache
+def compiled_flex_attention() -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def torch_calls(data: AttentionData, index: int) -> dict[str, Callable[[], Tensor]]:
+    """Every way torch offers to compute the draft form, by name. ``tall`` queries hold the rows of a whole KV group,
+    which non-causal blocks allow and which is how torch is fastest here."""
+    k, v = data.dense(index)
+    q = data.queries[index].view(data.batch, data.block, HEADS, HEAD_DIM).transpose(1, 2).contiguous()
+    calls: dict[str, Callable[[], Tensor]] = {}
+    backends = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+    for name, backend in backends.items():
+
+        def grouped(backend: SDPBackend = backend) -> Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q, k, v, scale=SCALE, enable_gqa=True)
+
+        calls[f"sdpa_{name}_gqa"] = grouped
+    group = HEADS // KV_HEADS
+    tall = q.view(data.batch, KV_HEADS, group * data.block, HEAD_DIM)
+    backends["efficient"] = SDPBackend.EFFICIENT_ATTENTION
+    for name, backend in backends.items():
+
+        def taller(backend: SDPBackend = backend) -> Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(tall, k, v, scale=SCALE)
+
+        calls[f"sdpa_{name}_tall"] = taller
+
+    from torch.nn.attention.varlen import varlen_attn
+
+    packed_q = tall.transpose(1, 2).reshape(-1, KV_HEADS, HEAD_DIM)
+    packed_k, packed_v = (x.transpose(1, 2).reshape(-1, KV_HEADS, HEAD_DIM) for x in (k, v))
+    q_starts = torch.arange(data.batch + 1, dtype=torch.int32, device="cuda") * tall.shape[2]
+    k_starts = torch.arange(data.batch + 1, dtype=torch.int32, device="cuda") * k.shape[2]
+    calls["varlen_tall"] = lambda: (
+        varlen_attn(packed_q, packed_k, packed_v, q_starts, k_starts, tall.shape[2], k.shape[2])
+        .view(data.batch, group, data.block, KV_HEADS, HEAD_DIM)
+        .permute(0, 3, 1, 2, 4)
+    )
+    if (data.batch, data.context, data.block) in FLEX_SHAPES:
+        flex = compiled_flex_attention()
+        calls["flex_gqa"] = lambda: flex(q, k, v, scale=SCALE, enable_gqa=True)
+    return calls
+
+
+def best_of_torch(data: AttentionData) -> tuple[str, float]:
+    """Name and microseconds of torch's fastest; every contender must first agree with our result."""
+    ours = data.ours(0, verify=False)().view(data.batch, data.block, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
+    ours = ours.permute(0, 2, 3, 1, 4)
+    timed = {}
+    # Several dense copies where the data is small, so that torch does not find it in the L2 either.
+    sets = [torch_calls(data, index) for index in range(min(3, len(data.queries)))]
+    for name in sets[0]:
+        try:
+            difference = (sets[0][name]().reshape(ours.shape).float() - ours.float()).abs().max().item()
+            timed[name] = time_us([calls[name] for calls in sets])
+        except (RuntimeError, TypeError, ValueError) as error:
+            print(f"    {name}: not available here ({str(error).splitlines()[0][:90]})", flush=True)
+            continue
+        if not difference < 2e-2:
+            raise SystemExit(f"{name} and ours differ by {difference}")
+    print("    " + ", ".join(f"{name} {elapsed:.1f}" for name, elapsed in timed.items()), flush=True)
+    fastest = min(timed, key=lambda name: timed[name])
+    return fastest, timed[fastest]
+
+
+def shapes(batches: Sequence[int], contexts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(batch, context, block size) whose cache does not fit the L2."""
+    l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
+    for block in BLOCK_SIZES:
+        for batch in batches:
+            for context in contexts:
+                if batch * context * TOKEN_BYTES > l2_bytes:
+                    yield batch, context, block
+
+
+def measure_attention(roofline: Roofline) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    fractions, peaks = [], []
+    print(f"{'shape':<20}{'draft us':>9}{'roof':>6}{'peak':>6}{'verify us':>10}{'roof':>6}{'peak':>6}")
+    for batch, context, block in shapes(BATCHES, CONTEXTS):
+        data = AttentionData.draw(batch, context, block)
+        key = f"b{batch}_ctx{context}_s{block}"
+        line = f"{key:<20}"
+        for form, verify in (("draft", False), ("verify", True)):
+            elapsed = time_us([data.ours(index, verify=verify) for index in range(len(data.queries))])
+            rate = data.bytes / elapsed
+            fraction, peak = rate / roofline.at(data.bytes), rate / roofline.peak
+            figures[f"attention_{form}_us_{key}"] = round(elapsed, 2)
+            figures[f"attention_{form}_roofline_{key}"] = round(fraction, 3)
+            figures[f"attention_{form}_peak_{key}"] = round(peak, 3)
+            fractions.append(fraction)
+            peaks.append(peak)
+            line += f"{elapsed:>9.1f}{fraction:>6.2f}{peak:>6.2f}"
+        print(line, flush=True)
+        del data
+        torch.cuda.empty_cache()
+    figures["attention_roofline_min"] = round(min(fractions), 3)
+    figures["attention_peak_min"] = round(min(peaks), 3)
+    return figures
+
+
+def compare_with_torch() -> dict[str, float]:
+    """The draft form against the fastest that torch offers on the same numbers, side by side."""
+    figures: dict[str, float] = {}
+    ratios = []
+    print(f"{'shape':<20}{'ours us':>9}{'torch us':>9}{'ratio':>7}  by")
+    for batch, context, block in shapes(COMPARED_BATCHES, COMPARED_CONTEXTS):
+        data = AttentionData.draw(batch, context, block)
+        key = f"b{batch}_ctx{context}_s{block}"
+        ours = time_us([data.ours(index, verify=False) for index in range(len(data.queries))])
+        name, theirs = best_of_torch(data)
+        ratio = theirs / ours
+        figures[f"attention_torch_us_{key}"] = round(theirs, 2)
+        figures[f"attention_over_torch_{key}"] = round(ratio, 3)
+        ratios.append(ratio)
+        print(f"{key:<20}{ours:>9.1f}{theirs:>9.1f}{ratio:>7.2f}  {name}", flush=True)
+        del data
+        torch.cuda.empty_cache()
+    figures["attention_over_torch_min"] = round(min(ratios), 3)
+    return figures
+
+
+def measure_fused(roofline: Roofline) -> dict[str, float]:
+    """Injection at several token counts, and the target's small kernels at 4096 tokens of a Qwen3-8B shape."""
+    figures: dict[str, float] = {}
+    layers, hidden, intermediate, eps = 5, 4096, 12288, 1e-6
+    angles = torch.rand(40960, HEAD_DIM // 2, device="cuda") * 6.28
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+    def report(name: str, moved: int, calls: Sequence[Callable[[], object]]) -> None:
+        elapsed = time_us(calls)
+        figures[f"{name}_us"] = round(elapsed, 2)
+        figures[f"{name}_roofline"] = round(moved / elapsed / roofline.at(moved), 3)
+        figures[f"{name}_peak"] = round(moved / elapsed / roofline.peak, 3)
+        print(
+            f"{name:<26}{elapsed:>9.1f}{figures[f'{name}_roofline']:>6.2f}{figures[f'{name}_peak']:>6.2f}", flush=True
+        )
+
+    sets = 4
+    weight = 1 + 0.1 * normal(layers, HEAD_DIM)
+    for tokens in (512, 4096, 16384):
+        pages = tokens // PAGE_TOKENS
+        calls = []
+        for _ in range(sets):
+            kv = normal(tokens, layers, 2, KV_HEADS, HEAD_DIM)
+            caches = [
+                torch.empty(pages + 1, PAGE_TOKENS, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+                for _ in range(2 * layers)
+            ]
+            pages_in_order = torch.randperm(pages, device="cuda")
+            slots = (pages_in_order[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS, device="cuda")).view(-1)
+            positions = torch.arange(tokens, device="cuda")
+            calls.append(
+                lambda kv=kv, caches=caches, slots=slots, positions=positions: cuda_attention.inject_kv(
+                    kv, positions, slots, table, weight, eps, caches[:layers], caches[layers:]
+                )
+            )
+        report(f"inject_{tokens}", 2 * tokens * layers * TOKEN_BYTES, calls)
+    figures["inject_roofline"] = figures["inject_4096_roofline"]
+
+    tokens = 4096
+    positions = torch.arange(tokens, device="cuda")
+    cache = [
+        torch.empty(tokens // PAGE_TOKENS + 1, PAGE_TOKENS, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+        for _ in range(2)
+    ]
+    wide = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+    inputs = [normal(tokens, wide) for _ in range(sets)]
+    report(
+        "qk_norm_rope_write_4096",
+        2 * tokens * wide * 2,
+        [
+            lambda x=x: cuda_attention.qk_norm_rope_write(
+                x, HEADS, positions, positions, table, weight[0], weight[0], eps, cache[0], cache[1]
+            )
+            for x in inputs
+        ],
+    )
+    norm_weight = normal(hidden)
+    pairs = [(normal(tokens, hidden), normal(tokens, hidden)) for _ in range(sets)]
+    report(
+        "add_rms_norm_4096",
+        4 * tokens * hidden * 2,
+        [lambda x=x, r=r: cuda_attention.add_rms_norm(x, r, norm_weight, eps) for x, r in pairs],
+    )
+    gates = [normal(tokens, 2 * intermediate) for _ in range(sets)]
+    report("swiglu_4096", 3 * tokens * intermediate * 2, [lambda x=x: cuda_attention.swiglu(x) for x in gates])
+    return figures
+
+
+def measure(*, compare: bool = True) -> dict[str, float]:
+    """All figures of this file. ``compare``: time torch's attention as well."""
+    roofline = Roofline()
+    figures = {f"copy_{size}mb_tb_s": round(rate / 1e6, 3) for size, rate in roofline.by_megabytes.items()}
+    print(", ".join(f"{name} {value}" for name, value in figures.items()), flush=True)
+    figures |= measure_fused(roofline)
+    figures |= measure_attention(roofline)
+    return figures | (compare_with_torch() if compare else {})
+
+
+def write(figures: dict[str, float], output: Path) -> None:
+    properties = torch.cuda.get_device_properties(0)
+    document = {
+        "name": "kernels_attention",
+        "command": "python -m benchmarks.kernels_attention",
+        "commit": None,
+        "date": date.today().isoformat(),
+        "machine": f"{properties.name}, {properties.multi_processor_count} SMs",
+        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
+        "shapes": {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "page_tokens": PAGE_TOKENS},
+        "figures": figures,
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--no-torch", action="store_true", help="skip the comparison with torch")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/kernels_attention.json"))
+    options = parser.parse_args()
+    figures = measure(compare=False)
+    # Written before the comparison, too: compiling FlexAttention takes longest and fails easiest.
+    write(figures, options.output)
+    if not options.no_torch:
+        write(figures | compare_with_torch(), options.output)
+
+
+if __name__ == "__main__":
+    main()

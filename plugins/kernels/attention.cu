@@ -1,0 +1,341 @@
+// Host side of dflash_attention: validation, the choice of tile and splits, and the launch that joins the splits.
+#include <algorithm>
+#include <cmath>
+
+#include "attention_extent.cuh"
+#include "attention_variant.h"
+#include "launch.h"
+
+namespace dflash {
+
+DFLASH_REGISTER_KERNEL(attention, "attention");
+
+namespace {
+
+constexpr int kCombineWarps = 4;
+constexpr int kMaxSplits = 128;
+constexpr float kLog2E = 1.4426950408889634f;
+
+// kRowWarps warps per query row: they take turns over the row's splits, four dimensions per lane.
+template <typename T, int kRowWarps>
+__global__ void __launch_bounds__(32 * kCombineWarps, 6)
+    combine_splits(const __grid_constant__ AttentionArgs args, int tile_rows, int tile_keys) {
+    constexpr int kAhead = 8;  // partial results in flight per warp
+    constexpr int kHeld = kRowWarps == 4 ? kMaxSplits / 32 : 1;
+    __shared__ float4 parts[kCombineWarps][32];
+    const int kv_head = blockIdx.x, request = blockIdx.z, lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32 % kRowWarps;
+    const int padded_row = blockIdx.y * (kCombineWarps / kRowWarps) + threadIdx.x / (32 * kRowWarps);
+    const int row_tile = min(padded_row / tile_rows, args.row_tiles - 1), row = padded_row - row_tile * tile_rows;
+    // The lengths are older than the launch that this one overlaps.
+    const Extent extent(args, request, row_tile, tile_rows);
+    const int active = SplitRange(extent, args.splits, 0, tile_keys).active;
+    const int request_row = extent.first_row + row;
+    const int head = kv_head * args.group + request_row % args.group;
+    const float sink = args.sinks ? args.sinks[head] * kLog2E : -INFINITY;
+    asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
+    // A single split has written the result itself. With several warps per row the block is one row: all leave.
+    if (row >= extent.rows || active == 1) return;
+
+    const int64_t first = ((static_cast<int64_t>(request) * args.kv_heads + kv_head) * args.row_tiles + row_tile) *
+                              args.splits * tile_rows +
+                          row;
+    float2 stats[kHeld];
+    float most = sink;
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+        const int split = lane + i * 32;
+        stats[i] = split < active ? args.partial_stats[first + static_cast<int64_t>(split) * tile_rows]
+                                  : make_float2(-INFINITY, 0.0f);
+        most = fmaxf(most, stats[i].x);
+    }
+    for (int offset = 16; offset > 0; offset /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, offset));
+    float weights[kHeld], total = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+        weights[i] = exp2_fast(stats[i].x - most);
+        total += weights[i] * stats[i].y;
+    }
+    for (int offset = 16; offset > 0; offset /= 2) total += __shfl_xor_sync(0xffffffffu, total, offset);
+    total += exp2_fast(sink - most);
+    const float factor = total > 0.0f ? args.v_scale / total : 0.0f;
+
+    const int quads = args.head_dim / 4;
+    for (int first_quad = 0; first_quad < quads; first_quad += 32) {
+        const int quad = first_quad + lane;
+        const float* column = args.partial_out + first * args.head_dim + min(quad, quads - 1) * 4;
+        float4 value = make_float4(0, 0, 0, 0);
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i) {
+            if (i * 32 >= active) break;
+#pragma unroll 1
+            for (int base = 0; base < 32 && i * 32 + base < active; base += kAhead * kRowWarps) {
+                float4 part[kAhead];
+#pragma unroll
+                for (int j = 0; j < kAhead; ++j) {
+                    const int split = i * 32 + base + j * kRowWarps + warp;
+                    part[j] = make_float4(0, 0, 0, 0);
+                    if (split < active)
+                        part[j] = __ldcg(reinterpret_cast<const float4*>(column + static_cast<int64_t>(split) *
+                                                                                      tile_rows * args.head_dim));
+                }
+#pragma unroll
+                for (int j = 0; j < kAhead; ++j) {
+                    // Splits without work have weight 0.
+                    const float weight = __shfl_sync(0xffffffffu, weights[i], base + j * kRowWarps + warp);
+                    value.x += weight * part[j].x, value.y += weight * part[j].y;
+                    value.z += weight * part[j].z, value.w += weight * part[j].w;
+                }
+            }
+        }
+        if constexpr (kRowWarps > 1) {
+            parts[threadIdx.x / 32][lane] = value;
+            __syncthreads();
+            if (warp == 0)
+                for (int other = 1; other < kRowWarps; ++other) {
+                    const float4 part = parts[threadIdx.x / 32 + other][lane];
+                    value.x += part.x, value.y += part.y, value.z += part.z, value.w += part.w;
+                }
+            __syncthreads();
+        }
+        if (warp == 0 && quad < quads) {
+            T* target = static_cast<T*>(args.out) + (extent.query_begin + request_row / args.group) * args.out_stride +
+                        head * args.head_dim + quad * 4;
+            *reinterpret_cast<uint2*>(target) = make_uint2(pack_pair<T>(value.x * factor, value.y * factor),
+                                                           pack_pair<T>(value.z * factor, value.w * factor));
+        }
+    }
+}
+
+template <typename T>
+auto combine_kernel(int splits) {
+    return splits <= 8 ? combine_splits<T, 1> : combine_splits<T, 4>;
+}
+
+struct Plan {
+    const AttentionVariant* variant;
+    int row_tiles, splits, stages, shared_bytes;
+    bool join_in_cluster;
+    int64_t workspace_bytes, partial_floats;
+};
+
+bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+int32_t check_shapes(const dflash_attention_params& p) {
+    if (p.struct_size != sizeof(dflash_attention_params))
+        return fail(DFLASH_INVALID_ARGUMENT, "attention: parameter block of %u bytes, this library expects %zu",
+                    p.struct_size, sizeof(dflash_attention_params));
+    if (p.dtype != DFLASH_BFLOAT16 && p.dtype != DFLASH_FLOAT16)
+        return fail(DFLASH_UNSUPPORTED, "attention: dtype %d, expected bfloat16 (0) or float16 (1)", p.dtype);
+    if (p.kv_dtype != p.dtype && p.kv_dtype != DFLASH_FLOAT8_E4M3)
+        return fail(DFLASH_UNSUPPORTED, "attention: kv_dtype %d, expected %d like the queries or float8_e4m3 (3)",
+                    p.kv_dtype, p.dtype);
+    if (p.index_bytes != 4 && p.index_bytes != 8)
+        return fail(DFLASH_INVALID_ARGUMENT, "attention: index_bytes %d, expected 4 or 8", p.index_bytes);
+    if (p.batch < 1 || p.batch > 65535)
+        return fail(DFLASH_INVALID_ARGUMENT, "attention: batch %d, expected 1..65535", p.batch);
+    if (p.num_kv_heads < 1 || p.num_heads < 1 || p.num_heads % p.num_kv_heads != 0)
+        return fail(DFLASH_INVALID_ARGUMENT, "attention: %d heads over %d KV heads, expected a multiple", p.num_heads,
+                    p.num_kv_heads);
+    if (p.page_tokens < 16 || p.page_tokens % 16 != 0)
+        return fail(DFLASH_UNSUPPORTED, "attention: page_tokens %d, expected a multiple of 16", p.page_tokens);
+    if (p.pages_per_request < 0 || p.block_size < 0 || (p.block_size == 0 && p.max_query < 1))
+        return fail(DFLASH_INVALID_ARGUMENT, "attention: pages_per_request %d, block_size %d, max_query %d",
+                    p.pages_per_request, p.block_size, p.max_query);
+    if (!(p.softcap >= 0.0f) || !(p.scale > 0.0f) || !std::isfinite(p.scale) || p.max_splits < 0)
+        return fail(DFLASH_INVALID_ARGUMENT, "attention: scale %g (positive), softcap %g (0 = off), max_splits %d",
+                    p.scale, p.softcap, p.max_splits);
+    return DFLASH_OK;
+}
+
+int32_t check_pointers(const dflash_attention_params& p) {
+    if (!p.q || !p.k_cache || !p.v_cache || !p.out || !p.context_lengths || !p.page_table)
+        return fail(DFLASH_INVALID_ARGUMENT, "attention: q, caches, out, page_table and context_lengths must be set");
+    if (p.block_size > 0 ? (!p.k_block || !p.v_block) : !p.query_starts)
+        return fail(DFLASH_INVALID_ARGUMENT,
+                    "attention: block mode needs k_block and v_block, paged mode query_starts");
+    if (!aligned(p.q) || !aligned(p.k_cache) || !aligned(p.v_cache) || !aligned(p.out) || !aligned(p.k_block) ||
+        !aligned(p.v_block) || !aligned(p.workspace))
+        return fail(DFLASH_INVALID_ARGUMENT, "attention: data pointers must be 16-byte aligned");
+    if (p.q_stride % 8 || p.out_stride % 8 || (p.block_size > 0 && p.block_stride % 8))
+        return fail(DFLASH_INVALID_ARGUMENT,
+                    "attention: token strides must be multiples of 8 elements, got %lld %lld %lld",
+                    (long long)p.q_stride, (long long)p.out_stride, (long long)p.block_stride);
+    return DFLASH_OK;
+}
+
+// The smallest tile of `all` that holds `rows`, else the largest there is; null without the type or head size.
+const AttentionVariant* smallest_holding(const AttentionVariants& all, const dflash_attention_params& p, int rows) {
+    const AttentionVariant* best = nullptr;
+    for (int i = 0; i < all.count; ++i) {
+        const AttentionVariant& variant = all.first[i];
+        if (variant.dtype != p.dtype || variant.kv_dtype != p.kv_dtype || variant.head_dim != p.head_dim) continue;
+        best = &variant;
+        if (best->rows >= rows) break;
+    }
+    return best;
+}
+
+const AttentionVariant* choose_variant(const dflash_attention_params& p, int rows, int device) {
+    int major = 0;
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    if (major == 9)
+        if (const AttentionVariant* hopper = smallest_holding(attention_variants_hopper(), p, rows)) return hopper;
+    const bool half = p.dtype == DFLASH_FLOAT16, float8 = p.kv_dtype == DFLASH_FLOAT8_E4M3;
+    return smallest_holding(float8 ? (half ? attention_variants_float16_float8() : attention_variants_bfloat16_float8())
+                                   : (half ? attention_variants_float16() : attention_variants_bfloat16()),
+                            p, rows);
+}
+
+// Splits that finish soonest, in units of the time of one key tile: whole waves of blocks, each as long as its share
+// of tiles plus filling and draining the pipeline, plus joining the results. The constants were fitted on an H200.
+int choose_splits(int64_t blocks, int64_t slots, int tiles, int limit, bool clusters) {
+    constexpr double kFillAndDrain = 2.5, kJoinInCluster = 0.3, kJoinByLaunch = 1.5;
+    int best = 1;
+    double best_cost = 0.0;
+    for (int splits = 1; splits <= limit; ++splits) {
+        const double waves = static_cast<double>((blocks * splits + slots - 1) / slots);
+        const double share = static_cast<double>(tiles) / splits;
+        const double join = splits == 1 ? 0.0 : splits == kClusterSplits && clusters ? kJoinInCluster : kJoinByLaunch;
+        const double cost = waves * (share + kFillAndDrain) + join;
+        if (splits == 1 || cost < best_cost) best = splits, best_cost = cost;
+    }
+    return best;
+}
+
+int32_t make_plan(const dflash_attention_params& p, Plan& plan) {
+    const int group = p.num_heads / p.num_kv_heads;
+    const int queries = p.block_size > 0 ? p.block_size : p.max_query;
+    int device = 0, shared_of_sm = 0, shared_of_block = 0;
+    if (cudaGetDevice(&device) != cudaSuccess) return check_launch("attention: no CUDA device");
+    const AttentionVariant* variant = choose_variant(p, queries * group, device);
+    if (!variant)
+        return fail(DFLASH_UNSUPPORTED, "attention: head_dim %d, compiled are 64, 80, 96, 128 and 256", p.head_dim);
+    cudaDeviceGetAttribute(&shared_of_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+    cudaDeviceGetAttribute(&shared_of_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    // Two blocks per multiprocessor, so that one streams while the other starts or ends; 4 KB covers their static
+    // shared memory and the driver's reserve.
+    int stages = 5;
+    while (stages > 2 && variant->shared_bytes(stages) > shared_of_sm / 2 - 4096) --stages;
+    plan.variant = variant;
+    plan.stages = stages;
+    plan.shared_bytes = variant->shared_bytes(stages);
+    if (plan.shared_bytes + 2048 > shared_of_block)
+        return fail(DFLASH_UNSUPPORTED, "attention: head_dim %d needs %d bytes of shared memory, the device has %d",
+                    p.head_dim, plan.shared_bytes + 2048, shared_of_block);
+    plan.row_tiles = (queries * group + variant->rows - 1) / variant->rows;
+
+    int64_t keys = static_cast<int64_t>(p.pages_per_request) * p.page_tokens + p.block_size;
+    if (p.window_left >= 0) {
+        const int tile_queries = std::min(queries, (variant->rows + group - 1) / group + 1);
+        keys = std::min<int64_t>(keys, static_cast<int64_t>(p.window_left) + tile_queries + p.block_size);
+    }
+    const int tiles = static_cast<int>((keys + variant->keys - 1) / variant->keys) + 1;
+    const int per_sm = variant->threads <= 128 && plan.shared_bytes + 4096 <= shared_of_sm / 2 ? 2 : 1;
+    const int64_t blocks = static_cast<int64_t>(p.batch) * p.num_kv_heads * plan.row_tiles;
+    // Joining takes one block per row, in the grid's second dimension.
+    const bool joinable = static_cast<int64_t>(queries) * group <= 65535;
+    const int limit = std::max(1, std::min({tiles / kMinTilesPerSplit, joinable ? kMaxSplits : 1,
+                                            p.max_splits > 0 ? p.max_splits : kMaxSplits, 65535 / plan.row_tiles}));
+    plan.splits = p.max_splits > 1 ? limit
+                                   : choose_splits(blocks, int64_t(multiprocessor_count()) * per_sm, tiles, limit,
+                                                   variant->clusters);
+    plan.join_in_cluster = variant->clusters && plan.splits == kClusterSplits;
+    const int64_t partial_rows = plan.splits > 1 && !plan.join_in_cluster ? blocks * plan.splits * variant->rows : 0;
+    plan.partial_floats = partial_rows * p.head_dim;
+    plan.workspace_bytes = plan.partial_floats * 4 + partial_rows * 8;
+    if (int64_t(plan.splits) * plan.row_tiles > 65535)
+        return fail(DFLASH_UNSUPPORTED,
+                    "attention: max_query %d with %d heads per KV head is more than one launch "
+                    "covers; pass the prompt in smaller chunks",
+                    queries, group);
+    return DFLASH_OK;
+}
+
+AttentionArgs make_args(const dflash_attention_params& p, const Plan& plan) {
+    AttentionArgs args = {};
+    args.index_bytes = p.index_bytes;
+    args.group = p.num_heads / p.num_kv_heads;
+    args.kv_heads = p.num_kv_heads;
+    args.head_dim = p.head_dim;
+    args.page_tokens = p.page_tokens;
+    args.pages_per_request = p.pages_per_request;
+    args.page_shift = -1;
+    for (int shift = 4; shift < 31; ++shift)
+        if (1 << shift == p.page_tokens) args.page_shift = shift;
+    args.block_size = p.block_size;
+    args.window_left = p.window_left;
+    args.window_right = p.causal ? 0 : p.window_right;
+    args.splits = plan.splits;
+    args.row_tiles = plan.row_tiles;
+    args.stages = plan.stages;
+    args.join_in_cluster = plan.join_in_cluster;
+    const bool float8 = p.kv_dtype == DFLASH_FLOAT8_E4M3;
+    const float scale = p.scale * (float8 ? p.k_scale : 1.0f);
+    args.scale_log2 = (p.softcap > 0.0f ? p.softcap : scale) * kLog2E;
+    args.softcap_scale = p.softcap > 0.0f ? scale / p.softcap : 0.0f;
+    args.k_inverse_scale = float8 ? 1.0f / p.k_scale : 1.0f;
+    args.v_inverse_scale = float8 ? 1.0f / p.v_scale : 1.0f;
+    args.v_scale = float8 ? p.v_scale : 1.0f;
+    args.q = p.q, args.k_cache = p.k_cache, args.v_cache = p.v_cache;
+    args.k_block = p.k_block, args.v_block = p.v_block, args.sinks = p.sinks;
+    args.page_table = p.page_table, args.context_lengths = p.context_lengths;
+    args.query_starts = p.query_starts, args.block_lengths = p.block_lengths;
+    args.out = p.out;
+    args.q_stride = p.q_stride, args.out_stride = p.out_stride, args.block_stride = p.block_stride;
+    args.page_table_stride = p.page_table_stride;
+    args.partial_out = static_cast<float*>(p.workspace);
+    args.partial_stats = reinterpret_cast<float2*>(args.partial_out + plan.partial_floats);
+    return args;
+}
+
+}  // namespace
+}  // namespace dflash
+
+int64_t dflash_attention_workspace_bytes(const dflash_attention_params* params) {
+    dflash::Plan plan;
+    if (dflash::check_shapes(*params) != DFLASH_OK || dflash::make_plan(*params, plan) != DFLASH_OK) return -1;
+    return plan.workspace_bytes;
+}
+
+int32_t dflash_attention(const dflash_attention_params* params, dflash_stream stream) {
+    using namespace dflash;
+    const dflash_attention_params& p = *params;
+    Plan plan;
+    if (int32_t status = check_shapes(p)) return status;
+    if (int32_t status = check_pointers(p)) return status;
+    if (int32_t status = make_plan(p, plan)) return status;
+    if (plan.workspace_bytes > 0 && (!p.workspace || p.workspace_bytes < plan.workspace_bytes))
+        return fail(DFLASH_INVALID_ARGUMENT, "attention: workspace of %lld bytes, needs %lld",
+                    (long long)(p.workspace ? p.workspace_bytes : 0), (long long)plan.workspace_bytes);
+    const AttentionArgs args = make_args(p, plan);
+    const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
+    cudaFuncSetAttribute(plan.variant->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes);
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(p.num_kv_heads, plan.row_tiles * plan.splits, p.batch);
+    config.blockDim = dim3(plan.variant->threads);
+    config.dynamicSmemBytes = plan.shared_bytes;
+    config.stream = cuda_stream;
+    cudaLaunchAttribute attributes[2];
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim.x = attributes[1].val.clusterDim.z = 1;
+    attributes[1].val.clusterDim.y = plan.splits;
+    config.attrs = attributes;
+    config.numAttrs = plan.join_in_cluster ? 2 : 1;
+    cudaLaunchKernelEx(&config, plan.variant->kernel, args);
+    if (int32_t status = check_launch("attention")) return status;
+    if (plan.splits == 1 || plan.join_in_cluster) return DFLASH_OK;
+
+    const int64_t rows = int64_t(p.block_size > 0 ? p.block_size : p.max_query) * args.group;
+    const int rows_per_block = plan.splits <= 8 ? kCombineWarps : 1;
+    config.gridDim = dim3(p.num_kv_heads, (rows + rows_per_block - 1) / rows_per_block, p.batch);
+    config.blockDim = dim3(32 * kCombineWarps);
+    config.dynamicSmemBytes = 0;
+    config.numAttrs = 1;
+    const auto combine =
+        p.dtype == DFLASH_FLOAT16 ? combine_kernel<__half>(plan.splits) : combine_kernel<__nv_bfloat16>(plan.splits);
+    cudaLaunchKernelEx(&config, combine, args, plan.variant->rows, plan.variant->keys);
+    return check_launch("attention: joining the splits");
+}

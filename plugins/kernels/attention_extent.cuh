@@ -1,0 +1,106 @@
+// Which keys a tile of query rows sees, and how the tile's work divides among the splits. Everything here is read
+// on the device, so one captured launch serves every context length.
+#pragma once
+
+#include <stdint.h>
+
+#include "mma.cuh"
+
+namespace dflash {
+
+// Fewer keys than this per split cost more in start-up than they win in parallelism.
+constexpr int kMinTilesPerSplit = 2;
+
+struct AttentionArgs {
+    int index_bytes, group, kv_heads, head_dim;
+    int page_tokens, page_shift;  // page_shift: log2(page_tokens), or -1
+    int pages_per_request;
+    int block_size;  // 0: paged mode
+    int window_left, window_right;
+    int splits, row_tiles, stages;
+    int join_in_cluster;  // the splits of a row tile are one thread block cluster and join before they end
+    float scale_log2;     // scale * log2(e), or softcap * log2(e) when soft-capped
+    float softcap_scale;  // scale / softcap, or 0
+    float k_inverse_scale, v_inverse_scale, v_scale;
+    const void *q, *k_cache, *v_cache, *k_block, *v_block;
+    const float* sinks;
+    const void *page_table, *context_lengths, *query_starts, *block_lengths;
+    void* out;
+    int64_t q_stride, out_stride, block_stride, page_table_stride;
+    float* partial_out;     // [B, kv_heads, row_tiles, splits, rows, head_dim], not normalised
+    float2* partial_stats;  // same without head_dim: (reference exponent, sum)
+};
+
+// Waits for the launch before this one, if this one was allowed to overlap it: nothing that it wrote may be read
+// earlier. Brings the request's page table into the L2 while the lengths are on their way.
+__device__ __forceinline__ void begin_attention(const AttentionArgs& args, int request) {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    const int64_t row_bytes = static_cast<int64_t>(args.pages_per_request) * args.index_bytes;
+    const char* row = static_cast<const char*>(args.page_table) + request * args.page_table_stride * args.index_bytes;
+    const int64_t offset = static_cast<int64_t>(threadIdx.x) * 128;
+    if (offset < row_bytes) asm volatile("prefetch.global.L2 [%0];" ::"l"(row + offset));
+}
+
+// The queries and keys of one (request, row tile). Rows of a tile are (query, head of the group), head fastest.
+struct Extent {
+    int64_t query_begin;      // first packed query of the request
+    int context;              // cached positions before the pass
+    int cached;               // keys below this come from the cache, the others from the block
+    int total;                // keys at or above this do not exist
+    int first_row;            // of the tile, counted inside the request
+    int rows;                 // of the tile that exist; <= 0: nothing to do
+    int low, high;            // keys that some row of the tile sees
+    int full_low, full_high;  // keys that every row of the tile sees
+
+    __device__ __forceinline__ Extent(const AttentionArgs& args, int request, int row_tile, int tile_rows) {
+        context = static_cast<int>(load_index(args.context_lengths, request, args.index_bytes));
+        int queries;
+        if (args.block_size > 0) {
+            queries = args.block_size;
+            query_begin = static_cast<int64_t>(request) * queries;
+            cached = context;
+            total = context + (args.block_lengths
+                                   ? static_cast<int>(load_index(args.block_lengths, request, args.index_bytes))
+                                   : queries);
+        } else {
+            query_begin = load_index(args.query_starts, request, args.index_bytes);
+            queries = static_cast<int>(load_index(args.query_starts, request + 1, args.index_bytes) - query_begin);
+            cached = total = context + queries;
+        }
+        first_row = row_tile * tile_rows;
+        rows = min(tile_rows, queries * args.group - first_row);
+        const int first_query = first_row / args.group, last_query = (first_row + max(rows, 1) - 1) / args.group;
+        low = key_low(args, first_query);
+        high = key_high(args, last_query);
+        full_low = key_low(args, last_query);
+        full_high = key_high(args, first_query);
+    }
+
+    __device__ __forceinline__ int key_low(const AttentionArgs& args, int query) const {
+        return args.window_left < 0 ? 0 : max(0, context + query - args.window_left);
+    }
+
+    __device__ __forceinline__ int key_high(const AttentionArgs& args, int query) const {
+        // The window is compared before it is added: "no limit but large" must not overflow.
+        const int position = context + query;
+        return args.window_right < 0 || args.window_right >= total - position ? total
+                                                                              : position + args.window_right + 1;
+    }
+};
+
+// The key tiles of one split.
+struct SplitRange {
+    int begin, end;  // tiles
+    int active;      // splits that have work; at least 1, split 0 always writes
+
+    __device__ __forceinline__ SplitRange(const Extent& extent, int splits, int split, int tile_keys) {
+        const int first = extent.low / tile_keys;
+        const int count = extent.high > extent.low ? (extent.high + tile_keys - 1) / tile_keys - first : 0;
+        active = max(1, min(splits, count / kMinTilesPerSplit));
+        // Shares differ by one tile at most.
+        begin = first + min(split, active) * count / active;
+        end = first + min(split + 1, active) * count / active;
+    }
+};
+
+}  // namespace dflash
