@@ -69,9 +69,9 @@ def load_reference_drafter(version: int, engines: Path) -> PreTrainedModel:
 def output_errors(
     engines: Path, drafter: PreTrainedModel, target: PreTrainedModel, ids: tuple[int, ...]
 ) -> dict[str, float]:
-    """Largest difference over largest magnitude of features, head logits of the candidates and selector scores.
+    """Largest difference over largest magnitude of features, target logits and candidate scores.
 
-    Selector scores are compared as log-softmax along the walk's own path (the proposal rows at temperature 1).
+    Scores are compared as log-softmax over the candidates along the walk's own path (the q rows at temperature 1).
     """
     session = load_session(engines, device="cpu")
     config = session.drafter_config
@@ -116,20 +116,18 @@ def output_errors(
         "features": _relative(ours.features, features[0]),
         "target_logits": _relative(ours.logits, target(tokens[None]).logits[0]),
     }
-    if config.selector is None:
-        errors["proposals_differing"] = float((logits[0].argmax(-1) != draft.draft_tokens[0]).float().mean())
-        return errors
-    theirs = logits.topk(config.selector.top_k).indices.sort(-1).values
+    theirs = logits.topk(draft.candidates.shape[-1]).indices.sort(-1).values
     errors["candidates_differing"] = float((theirs != draft.candidates.sort(-1).values).float().mean())
-    selector = drafter.candidate_selector
-    path = torch.cat((anchor[None], draft.draft_tokens), dim=1)[:, :-1]
-    edges = torch.einsum(
-        "bnr,bnkr->bnk",
-        selector.predecessor_codebook(path) * selector.hidden_projection(hidden),
-        selector.successor_codebook(draft.candidates),
-    )
-    scores = torch.log_softmax(logits.gather(-1, draft.candidates) + edges, dim=-1)
-    errors["selector_scores"] = _relative(draft.q_rows.log(), scores)
+    scores = logits.gather(-1, draft.candidates)
+    if config.selector is not None:
+        selector = drafter.candidate_selector
+        path = torch.cat((anchor[None], draft.draft_tokens), dim=1)[:, :-1]
+        scores = scores + torch.einsum(
+            "bnr,bnkr->bnk",
+            selector.predecessor_codebook(path) * selector.hidden_projection(hidden),
+            selector.successor_codebook(draft.candidates),
+        )
+    errors["scores"] = _relative(draft.q_rows.log(), torch.log_softmax(scores, dim=-1))
     return errors
 
 
