@@ -1,0 +1,49 @@
+"""Kernel figures: ``python -m benchmarks.kernels`` on a CUDA GPU; ``--build`` times the fat binary, without one.
+
+Both write ``benchmarks/results/kernels.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from benchmarks.result_file import write_result
+
+SHAPES = {
+    "attention": "32/8 heads, head_dim 128, bf16, B 1..64, context 4k..32k, S 8 and 16",
+    "selection": "V 151936 and 152064, K 16, rank 256, S 8",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--build", action="store_true", help="time the build for every SM instead of measuring kernels")
+    parser.add_argument("--no-torch", action="store_true", help="skip the comparison with torch's attention")
+    options = parser.parse_args()
+    figures = build_figures() if options.build else gpu_figures(compare=not options.no_torch)
+    width = max(map(len, figures))
+    for key, value in figures.items():
+        print(f"{key:{width}}  {value:.4g}")
+    print(write_result("kernels", figures, shapes=SHAPES))
+
+
+def build_figures() -> dict[str, float]:
+    """Seconds to compile every kernel for every SM, from nothing."""
+    from trtllm_dflash.ops.plugin_build import DEFAULT_SMS, build_library
+
+    with tempfile.TemporaryDirectory() as folder:
+        report = build_library(DEFAULT_SMS, Path(folder) / "libdflash_plugins.so")
+    return {"fat_binary_build_s": round(report.elapsed_s, 1)}
+
+
+def gpu_figures(*, compare: bool) -> dict[str, float]:
+    """Every kernel's time against the roofline measured in the same run."""
+    from benchmarks import kernels_attention, kernels_select
+
+    return kernels_select.measure() | kernels_attention.measure(compare=compare)
+
+
+if __name__ == "__main__":
+    main()
