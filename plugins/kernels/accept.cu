@@ -19,9 +19,9 @@ __global__ void __launch_bounds__(kChunkThreads, 4)
     const ChunkValues<T> values(logit_row<T>(p, request, row), chunk, chunks);
     const float temperature = p.temperatures[request];
     // Only filters look below the best token.
-    const int count = temperature > 0.0f && is_filtered(p, request) ? kMaxCount : 1;
+    const int count = temperature > 0.0f && is_filtered(p, request) ? kListKeys : 1;
     const int64_t entry = int64_t(blockIdx.y) * chunks + chunk;
-    select_chunk(values, [](float value) { return value; }, count, storage, workspace.lists + entry * kMaxCount);
+    select_chunk(values, [](float value) { return value; }, count, storage, workspace.lists + entry * kListKeys);
     // A NaN in the chunk travels as its mass.
     const bool has_nan = __syncthreads_or(values.has_nan);
     if (temperature <= 0.0f || has_nan) {

@@ -19,7 +19,7 @@ constexpr int kDrawWarps = kDrawThreads / 32;
 // A segment is what one warp loads at once; the smallest holds 32 * 4 columns.
 constexpr int kMaxSegments = kMaxChunks * kChunkColumns / 128;
 constexpr int kSegmentsPerThread = (kMaxSegments + kDrawThreads - 1) / kDrawThreads;
-constexpr int kMaxListed = kMaxChunks * kMaxCount;
+constexpr int kMaxListed = kMaxChunks * kListKeys;
 constexpr int kListedPerThread = (kMaxListed + kDrawThreads - 1) / kDrawThreads;
 constexpr int kNothing = 0x7FFFFFFF;
 
@@ -56,7 +56,7 @@ struct Target {
 // Inverse CDF over token ids among the kept tokens of the chunk lists; -1 when all weights are 0.
 __device__ int draw_from_lists(const Target& target, bool residual, const uint64_t* lists, int chunks, float uniform,
                                DrawStorage& store) {
-    const int start = threadIdx.x * kListedPerThread, total = chunks * kMaxCount;
+    const int start = threadIdx.x * kListedPerThread, total = chunks * kListKeys;
     uint64_t keys[kListedPerThread];
     int kept = 0, listed;
 #pragma unroll
@@ -273,7 +273,7 @@ __global__ void __cluster_dims__(kDrawBlocks, 1, 1) __launch_bounds__(kDrawThrea
         target.candidates = residual ? p.count : 0;
         const float uniform = philox_uniform(p.seeds[request], p.first_positions[request] + accepted, kResidualWord);
         const LogitRow<T> row = logit_row<T>(p, request, accepted);
-        const uint64_t* lists = workspace.lists + (int64_t(request) * p.block_size + accepted) * chunks * kMaxCount;
+        const uint64_t* lists = workspace.lists + (int64_t(request) * p.block_size + accepted) * chunks * kListKeys;
         __syncthreads();
         if (!target.row.kept_in_lists) {
             // Another block's shared memory may be written once it is known to run, and read once all have written.

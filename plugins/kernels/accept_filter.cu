@@ -12,7 +12,7 @@ namespace dflash {
 namespace {
 
 constexpr int kFilterThreads = 512;
-constexpr int kMaxListed = kMaxChunks * kMaxCount;
+constexpr int kMaxListed = kMaxChunks * kListKeys;
 constexpr int kShallow = 12;  // keys of each chunk that are tried first
 constexpr int kListedPerThread = (kMaxListed + kFilterThreads - 1) / kFilterThreads;
 constexpr int kBins = 2048;
@@ -244,7 +244,7 @@ __device__ bool filter_listed(const uint64_t* lists, int chunks, int depth, floa
     // Down to here the lists are complete: a chunk's keys not taken are below the last one that is.
     uint64_t complete_from = kNoKey + 1;
     for (int chunk = threadIdx.x % 32; chunk < chunks; chunk += 32)
-        complete_from = max(complete_from, lists[chunk * kMaxCount + depth - 1]);
+        complete_from = max(complete_from, lists[chunk * kListKeys + depth - 1]);
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2)
         complete_from = max(complete_from, __shfl_xor_sync(0xFFFFFFFFu, complete_from, offset));
@@ -254,7 +254,7 @@ __device__ bool filter_listed(const uint64_t* lists, int chunks, int depth, floa
 #pragma unroll
     for (int i = 0; i < kListedPerThread; ++i) {
         const int entry = i * kFilterThreads + threadIdx.x;
-        found[i] = entry < total ? lists[entry / depth * kMaxCount + entry % depth] : kNoKey;
+        found[i] = entry < total ? lists[entry / depth * kListKeys + entry % depth] : kNoKey;
         if (found[i] < complete_from) found[i] = kNoKey;
         own_count += found[i] != kNoKey;
     }
@@ -331,12 +331,12 @@ __global__ void __launch_bounds__(kFilterThreads, 2)
     __shared__ ScanStorage scan;
     const int request = blockIdx.x / p.block_size, row = blockIdx.x % p.block_size;
     if (!row_exists(p, request, row)) return;
-    const uint64_t* lists = workspace.lists + int64_t(blockIdx.x) * chunks * kMaxCount;
+    const uint64_t* lists = workspace.lists + int64_t(blockIdx.x) * chunks * kListKeys;
     const float temperature = p.temperatures[request];
 
     // The best token, and the mass of the whole row relative to it: every warp computes the same.
     uint64_t best = kNoKey;
-    for (int chunk = threadIdx.x % 32; chunk < chunks; chunk += 32) best = max(best, lists[chunk * kMaxCount]);
+    for (int chunk = threadIdx.x % 32; chunk < chunks; chunk += 32) best = max(best, lists[chunk * kListKeys]);
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) best = max(best, __shfl_xor_sync(0xFFFFFFFFu, best, offset));
     RowDistribution result{};
@@ -355,7 +355,7 @@ __global__ void __launch_bounds__(kFilterThreads, 2)
     const float scale = exponent_scale(temperature);
     float mass = 0.0f;
     for (int chunk = threadIdx.x % 32; chunk < chunks; chunk += 32) {
-        const uint64_t chunk_best = lists[chunk * kMaxCount];
+        const uint64_t chunk_best = lists[chunk * kListKeys];
         const float chunk_largest = chunk_best == kNoKey ? -INFINITY : key_value(chunk_best);
         if (chunk_largest > -INFINITY) mass += masses[chunk] * fast_exp2((chunk_largest - result.largest) * scale);
     }
@@ -375,7 +375,7 @@ __global__ void __launch_bounds__(kFilterThreads, 2)
     const Filters filters{top_k, top_p, p.valid_columns};
     // A few keys of each chunk end most filters; sorting them all takes several times as long.
     if (!filter_listed(lists, chunks, kShallow, scale, filters, result, storage.listed, scan) &&
-        !filter_listed(lists, chunks, kMaxCount, scale, filters, result, storage.listed, scan))
+        !filter_listed(lists, chunks, kListKeys, scale, filters, result, storage.listed, scan))
         filter_by_counting(logit_row<T>(p, request, row), scale, uint64_t(top_k), top_p, result, storage.counting,
                            scan);
     if (threadIdx.x == 0) workspace.rows[blockIdx.x] = result;

@@ -20,18 +20,21 @@ struct RowDistribution {
     int32_t faulty;         // the row holds a NaN; nothing is drawn from it
 };
 
+// Keys that accept keeps of each chunk. Fewer make the first launch cheaper and send more filters to counting.
+constexpr int kListKeys = 16;
+
 struct AcceptWorkspace {
-    uint64_t* lists;        // [B*S, chunks, kMaxCount] descending keys of each chunk
+    uint64_t* lists;        // [B*S, chunks, kListKeys] descending keys of each chunk
     float* masses;          // [B*S, chunks] sum of exp((x - chunk's largest) / T); NaN marks a NaN
     RowDistribution* rows;  // [B*S]
 
     __host__ __device__ static int64_t bytes(int64_t rows, int chunks) {
-        return rows * (chunks * int64_t(kMaxCount * sizeof(uint64_t)) + int64_t(sizeof(RowDistribution)) +
+        return rows * (chunks * int64_t(kListKeys * sizeof(uint64_t)) + int64_t(sizeof(RowDistribution)) +
                        (chunks + 3) / 4 * 4 * int64_t(sizeof(float)));
     }
     __host__ __device__ AcceptWorkspace(void* start, int64_t row_count, int chunks) {
         lists = static_cast<uint64_t*>(start);
-        rows = reinterpret_cast<RowDistribution*>(lists + row_count * chunks * kMaxCount);
+        rows = reinterpret_cast<RowDistribution*>(lists + row_count * chunks * kListKeys);
         masses = reinterpret_cast<float*>(rows + row_count);
     }
 };
