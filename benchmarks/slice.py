@@ -2,7 +2,7 @@
 
     python -m benchmarks.slice --data ../shared/data --v1-drafter ../shared/models/smollm2-135m-dflash
 
-Parts can be run alone (``--parts greedy,reference,chi-square,speed,quickstart,triton``); figures are merged into
+Parts can be run alone (``--parts greedy,acceptance,scores,chi-square,speed,quickstart,triton``); figures are merged into
 ``benchmarks/results/slice.json``.
 """
 
@@ -20,12 +20,12 @@ from typing import Any
 from benchmarks.result_file import write_result
 from benchmarks.slice_chi_square import chi_square_figures
 from benchmarks.slice_greedy import greedy_figures
-from benchmarks.slice_reference import reference_figures
+from benchmarks.slice_reference import acceptance_figures, score_figures
 from benchmarks.slice_speed import speed_figures
 from trtllm_dflash.checkpoint.convert import convert
 from trtllm_dflash.engine.build import build
 
-PARTS = ("greedy", "reference", "chi-square", "speed", "quickstart", "triton")
+PARTS = ("greedy", "acceptance", "scores", "chi-square", "speed", "quickstart", "triton")
 
 
 def main() -> None:
@@ -65,8 +65,10 @@ def _engines(folder: Path, v1_drafter: Path) -> dict[int, Path]:
 def _run(part: str, engines: dict[int, Path], prompts: Path, scale: float) -> tuple[dict[str, Any], dict[str, Any]]:
     if part == "greedy":
         return greedy_figures(engines[2], prompts, count=max(2, int(50 * scale)), max_tokens=128)
-    if part == "reference":
-        return reference_figures(engines, prompts, count=max(2, int(20 * scale)), max_tokens=128)
+    if part == "acceptance":
+        return acceptance_figures(engines, prompts, count=max(2, int(20 * scale)), max_tokens=128)
+    if part == "scores":
+        return score_figures(engines, prompts, count=max(2, int(20 * scale)))
     if part == "chi-square":
         return chi_square_figures(engines, draws=max(500, int(20_000 * scale)))
     if part == "speed":

@@ -18,19 +18,19 @@ from trtllm_dflash.bench.datasets import load_prompts
 from trtllm_dflash.checkpoint.demo import demo_drafter
 from trtllm_dflash.engine.directory import load_session
 from trtllm_dflash.engine.session import DraftInputs, TargetInputs
+from trtllm_dflash.runtime.prompting import PromptEncoder
 
 # The reference's clock synchronises CUDA, which a CPU has not.
 reference._cuda_time = time.perf_counter
 
 
-def reference_figures(
+def acceptance_figures(
     engines: dict[int, Path], prompts_file: Path, *, count: int, max_tokens: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``reference_acceptance_max_diff`` and ``reference_scores_max_rel_err`` over both drafters."""
+    """``reference_acceptance_max_diff``: largest difference of a prompt's mean acceptance length, both drafters."""
     target = load_reference_target()
     messages = load_prompts(prompts_file, count)
     acceptance: dict[str, Any] = {}
-    errors: dict[str, float] = {}
     worst = 0.0
     for version, path in engines.items():
         drafter = load_reference_drafter(version, path)
@@ -45,16 +45,32 @@ def reference_figures(
                 same += tuple(stats.output_ids[0, len(ids) :].tolist()) == output.token_ids
                 ours.append(output.metrics.acceptance_length or 0.0)
                 theirs.append(sum(stats.acceptance_lengths) / max(1, len(stats.acceptance_lengths)))
-            example = llm.encode(messages[0])
         worst = max([worst, *(abs(a - b) for a, b in zip(ours, theirs, strict=True))])
         acceptance[f"v{version}"] = {
             "ours_mean": sum(ours) / count,
             "reference_mean": sum(theirs) / count,
             "texts_equal": same / count,
         }
-        errors |= {f"v{version}_{key}": value for key, value in output_errors(path, drafter, target, example).items()}
-    figures = {"reference_acceptance_max_diff": worst, "reference_scores_max_rel_err": max(errors.values())}
-    return figures, {"prompts": count, "max_tokens": max_tokens, "acceptance": acceptance, "relative_errors": errors}
+    return {"reference_acceptance_max_diff": worst}, {
+        "prompts": count,
+        "max_tokens": max_tokens,
+        "acceptance": acceptance,
+    }
+
+
+def score_figures(engines: dict[int, Path], prompts_file: Path, *, count: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``reference_scores_max_rel_err``: network outputs of the first block after each of ``count`` prompts."""
+    target = load_reference_target()
+    messages = load_prompts(prompts_file, count)
+    errors: dict[str, float] = {}
+    for version, path in engines.items():
+        drafter = load_reference_drafter(version, path)
+        encoder = PromptEncoder(path / "tokenizer", target.config.vocab_size)
+        for prompt in messages:
+            for key, value in output_errors(path, drafter, target, encoder.encode(prompt)).items():
+                name = f"v{version}_{key}"
+                errors[name] = max(value, errors.get(name, 0.0))
+    return {"reference_scores_max_rel_err": max(errors.values())}, {"prompts": count, "relative_errors": errors}
 
 
 def load_reference_drafter(version: int, engines: Path) -> PreTrainedModel:
