@@ -2,8 +2,8 @@
 
     python -m benchmarks.slice --data ../shared/data --v1-drafter ../shared/models/smollm2-135m-dflash
 
-Parts can be run alone (``--parts greedy,acceptance,scores,chi-square,speed,quickstart,triton``); figures are merged into
-``benchmarks/results/slice.json``.
+Parts can be run alone (``--parts greedy,acceptance,scores,chi-square,speed,quickstart,triton``); figures are merged
+into ``benchmarks/results/slice.json``.
 """
 
 from __future__ import annotations
