@@ -89,8 +89,14 @@ class EngineSession(Protocol):
     def target(self, inputs: TargetInputs) -> TargetOutputs:
         """Run the target; writes the target cache at ``slots``."""
 
-    def inject(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
-        """Write the drafter cache from ``features [N, F*H]`` at ``positions [N]``, ``slots [N]`` (-1 drops a row)."""
+    def inject(
+        self, features: Tensor, positions: Tensor, slots: Tensor, *, queries_per_request: int | None = None
+    ) -> None:
+        """Write the drafter cache from ``features [N, F*H]`` at ``positions [N]``, ``slots [N]`` (-1 drops a row).
+
+        ``queries_per_request`` is set when every request has exactly this many consecutive rows, of which only the
+        last may be dropped; otherwise no row is dropped.
+        """
 
     def draft(self, inputs: DraftInputs, block_size: int) -> DraftOutputs:
         """Propose ``block_size - 1`` tokens per request; reads the drafter cache, never writes it."""

@@ -130,7 +130,9 @@ class TorchSession:
         return TargetOutputs(logits, features)
 
     @torch.inference_mode()
-    def inject(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
+    def inject(
+        self, features: Tensor, positions: Tensor, slots: Tensor, *, queries_per_request: int | None = None
+    ) -> None:
         if self.drafter_config is None or self._drafter is None:
             raise EngineError("inject was called on an engine without a drafter")
         inject_network(

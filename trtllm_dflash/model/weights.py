@@ -6,7 +6,6 @@ Names are the checkpoint directory's (TensorRT-LLM layout). ``load`` turns a nam
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 

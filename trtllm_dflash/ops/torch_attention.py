@@ -18,13 +18,16 @@ _GROUPED_ROWS_LIMIT = 64
 
 
 def write_kv(cache: CacheLayer[Tensor], k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Write ``k, v [N, kv_heads, head_dim]`` at flat ``slots [N]``; -1 lands in the scratch page (the last one)."""
+    """Write ``k, v [N, kv_heads, head_dim]`` at flat ``slots [N]``; -1 puts zeros into the scratch page (the last)."""
     kv_shape = cache.k.shape[-2:]
     flat_k = cache.k.view(-1, *kv_shape)
     flat_v = cache.v.view(-1, *kv_shape)
-    rows = torch.where(slots < 0, flat_k.shape[0] - 1, slots)
-    flat_k.index_copy_(0, rows, k.to(flat_k.dtype))
-    flat_v.index_copy_(0, rows, v.to(flat_v.dtype))
+    dropped = slots < 0
+    rows = torch.where(dropped, flat_k.shape[0] - 1, slots)
+    # Zeros: every request whose page table is padded gathers the scratch page, and a mask does not hide a NaN.
+    empty = dropped.view(-1, 1, 1)
+    flat_k.index_copy_(0, rows, k.to(flat_k.dtype).masked_fill(empty, 0))
+    flat_v.index_copy_(0, rows, v.to(flat_v.dtype).masked_fill(empty, 0))
 
 
 @dataclass

@@ -133,7 +133,7 @@ def inject(session: EngineSession, rows: SlotRows, features: Tensor, produced: T
     offsets = torch.arange(block_size, device=features.device)
     positions = rows.context_lengths[:, None] + offsets
     slots = flat_slots(session, rows.page_table, positions, offsets < produced[:, None])
-    session.inject(features, positions.reshape(-1), slots.reshape(-1))
+    session.inject(features, positions.reshape(-1), slots.reshape(-1), queries_per_request=block_size)
 
 
 def publish(state: SlotState, rows: SlotRows, result: CycleResult) -> None:

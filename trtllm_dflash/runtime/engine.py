@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -137,7 +138,12 @@ class Engine:
                     break
                 self._waiting.extend(self._arrived)
                 self._arrived.clear()
-            self._step()
+            try:
+                self._step()
+            except Exception as error:
+                # Not a single pass but the loop itself: whatever happened, no request may wait for ever.
+                logger.exception("the engine loop failed")
+                self._fail_all(error)
         for request in [*self._running, *self._waiting, *self._arrived]:
             self._finish(request, "cancelled")
 
@@ -151,6 +157,13 @@ class Engine:
         self._prefill([r for r in self._running if r.prefilled < len(r.spec.prompt)])
         self._decode([r for r in self._running if r.prefilled == len(r.spec.prompt)])
 
+    def _fail_all(self, error: Exception) -> None:
+        for request in [*self._running, *self._waiting]:
+            try:
+                self._finish(request, "error", f"the engine failed: {type(error).__name__}")
+            except Exception:
+                logger.exception("request %s could not be ended cleanly", request.spec.request_id)
+
     def _admit(self) -> None:
         while self._waiting and self._free_slots:
             request = self._waiting[0]
@@ -162,18 +175,23 @@ class Engine:
                 self._waiting.popleft()
                 request.slot = self._free_slots.pop()
                 request.context_host = len(request.spec.prompt) - 1
+                request.first_scheduled = time.perf_counter()
                 self._running.append(request)
             spec = request.spec
-            self._state.start(
-                request.slot,
-                spec.prompt,
-                spec.params,
-                seed=spec.seed,
-                max_output_tokens=spec.max_output_tokens,
-                stop_ids=spec.stop_ids,
-                bad_words=spec.bad_words,
-                pages=pages,
-            )
+            try:
+                self._state.start(
+                    request.slot,
+                    spec.prompt,
+                    spec.params,
+                    seed=spec.seed,
+                    max_output_tokens=spec.max_output_tokens,
+                    stop_ids=spec.stop_ids,
+                    bad_words=spec.bad_words,
+                    pages=pages,
+                )
+            except Exception as error:
+                logger.exception("request %s could not be started", spec.request_id)
+                self._finish(request, "error", f"the request could not be started: {type(error).__name__}")
 
     def _prefill(self, requests: Sequence[Request]) -> None:
         if not requests:
@@ -228,19 +246,26 @@ class Engine:
                 continue
             count = produced[row]
             wanted = request.spec.params.logprobs
-            request.deliver(
-                tokens[row][:count],
-                [] if wanted is None else logprobs(row, tokens[row][:count], wanted),
-                stopped=status[row] == STOPPED,
-                at_limit=status[row] == OUT_OF_LENGTH,
-                drafted=None if drafted is None else drafted[row],
-            )
+            try:
+                request.deliver(
+                    tokens[row][:count],
+                    [] if wanted is None else logprobs(row, tokens[row][:count], wanted),
+                    stopped=status[row] == STOPPED,
+                    at_limit=status[row] == OUT_OF_LENGTH,
+                    drafted=None if drafted is None else drafted[row],
+                )
+            except Exception as error:
+                logger.exception("the output of request %s could not be delivered", request.spec.request_id)
+                self._finish(request, "error", f"the output could not be turned into text: {type(error).__name__}")
+                continue
             if request.finished:
                 self._retire(request)
 
     def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        request.end(reason, error)
-        self._retire(request, reason)
+        try:
+            request.end(reason, error)
+        finally:
+            self._retire(request, reason)
 
     def _retire(self, request: Request, reason: FinishReason = "stop") -> None:
         """Give slot and pages back, once, and count the request."""

@@ -7,6 +7,7 @@ import secrets
 import threading
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +20,7 @@ from trtllm_dflash.errors import EngineError, RequestError
 from trtllm_dflash.runtime.engine import Engine
 from trtllm_dflash.runtime.memory import plan_cache_pages
 from trtllm_dflash.runtime.outputs import EngineStats, OutputChunk, RequestOutput, TokenLogprobs
-from trtllm_dflash.runtime.prompting import Prompt, PromptEncoder
+from trtllm_dflash.runtime.prompting import PROMPT_KINDS, Prompt, PromptEncoder
 from trtllm_dflash.runtime.request import RequestSpec
 from trtllm_dflash.runtime.slots import (
     MAX_BAD_WORD_TOKENS,
@@ -100,7 +101,8 @@ class LLM:
         Args:
             prompts: one prompt or several; each is text, token ids, or chat messages (``[{"role", "content"}]``).
             params: one for all, or one per prompt.
-            on_chunk: called with (prompt index, chunk) on the engine thread as output appears.
+            on_chunk: called with (prompt index, chunk) on the engine thread as output appears; what it raises ends
+                the generation and is raised here.
 
         Returns:
             outputs in the order of the prompts. A request that fails has finish_reason ``error``.
@@ -129,7 +131,11 @@ class LLM:
         chunks: asyncio.Queue[OutputChunk] = asyncio.Queue()
 
         def deliver(chunk: OutputChunk) -> None:
-            loop.call_soon_threadsafe(chunks.put_nowait, chunk)
+            try:
+                loop.call_soon_threadsafe(chunks.put_nowait, chunk)
+            except RuntimeError:
+                # The event loop is closed: nobody is left to read.
+                self.cancel(chunk.request_id)
 
         request_id = self.submit(prompt, params or SamplingParams(), deliver)
         try:
@@ -217,14 +223,19 @@ class _Collector:
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._last: OutputChunk | None = None
+        self._failure: Exception | None = None
         self._done = threading.Event()
 
     def add(self, chunk: OutputChunk) -> None:
         self._text.append(chunk.text)
         self._tokens.extend(chunk.token_ids)
         self._logprobs.extend(chunk.logprobs)
-        if self._on_chunk is not None:
-            self._on_chunk(self._index, chunk)
+        if self._on_chunk is not None and self._failure is None:
+            try:
+                self._on_chunk(self._index, chunk)
+            except Exception as failure:
+                self._failure = failure
+                self._done.set()
         if chunk.finish_reason is not None:
             self._last = chunk
             self._done.set()
@@ -233,6 +244,8 @@ class _Collector:
         # A plain wait() cannot be interrupted by Ctrl-C on every platform; a bounded one can.
         while not self._done.wait(timeout=1.0):
             pass
+        if self._failure is not None:
+            raise self._failure
         last = self._last
         if last is None or last.finish_reason is None or last.metrics is None:
             raise EngineError("a request ended without a last chunk")
@@ -269,7 +282,9 @@ def _choose_block_size(session: EngineSession, speculation: SpeculationMode, wan
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if len(prompts) and isinstance(prompts[0], int | dict):
+    if not isinstance(prompts, Sequence):
+        raise RequestError("prompt", prompts, f"{PROMPT_KINDS}, or a list of these")
+    if len(prompts) and isinstance(prompts[0], Integral | dict):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -11,6 +12,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from trtllm_dflash.errors import EngineError, RequestError
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
+
+PROMPT_KINDS = "text, token ids or chat messages"
 
 
 class PromptEncoder:
@@ -47,10 +50,12 @@ class PromptEncoder:
         """Text (special tokens written in it are recognised), ids, or chat messages → ids.
 
         Raises:
-            RequestError: empty prompt, id out of range, or chat messages the template refuses.
+            RequestError: not a prompt, empty, an id out of range, or chat messages the template refuses.
         """
         if isinstance(prompt, str):
             ids = self._tokenizer.encode(prompt)
+        elif not isinstance(prompt, Sequence):
+            raise RequestError("prompt", prompt, PROMPT_KINDS)
         elif len(prompt) and isinstance(prompt[0], dict):
             ids = self._encode_chat(prompt)
         else:
@@ -85,6 +90,7 @@ class PromptEncoder:
 
     def _check_ids(self, ids: Sequence[object]) -> list[int]:
         for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
+            # Integral: numpy's integers are ids as well.
+            if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) < self.vocab_size:
                 raise RequestError("prompt", token, f"token ids from 0 to {self.vocab_size - 1}")
-        return list(ids)  # type: ignore[arg-type]
+        return [int(token) for token in ids]  # type: ignore[call-overload]

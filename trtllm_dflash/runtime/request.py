@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,8 @@ from trtllm_dflash.config.sampling import SamplingParams
 from trtllm_dflash.runtime.outputs import FinishReason, OutputChunk, RequestMetrics, TokenLogprobs
 from trtllm_dflash.runtime.slots import SamplingMode
 from trtllm_dflash.runtime.text import TextStream
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -126,4 +129,9 @@ class Request:
         if not (text or tokens or self.finished):
             return
         metrics = self.metrics() if self.finished else None
-        self.on_chunk(OutputChunk(self.spec.request_id, text, tokens, logprobs, reason, error, metrics))
+        try:
+            self.on_chunk(OutputChunk(self.spec.request_id, text, tokens, logprobs, reason, error, metrics))
+        except Exception:
+            # The consumer's fault ends its own request, never the engine's thread.
+            logger.exception("the consumer of request %s failed", self.spec.request_id)
+            self.cancelled = True

@@ -22,6 +22,8 @@ MAX_BAD_WORD_TOKENS = 16
 # Matches no token id and is not the wildcard.
 _NO_TOKEN = -2
 _ANY_TOKEN = -1
+# Beyond every useful value, and times a logit still a float32.
+_LARGE = 1e30
 
 
 @dataclass(frozen=True)
@@ -172,14 +174,14 @@ class SlotState:
         self.page_table[slot].fill_(self.scratch_page)
         self.page_table[slot, : len(pages)] = torch.tensor(list(pages), dtype=torch.int64, device=device)
         self.seeds[slot] = seed - (1 << 64) if seed >= 1 << 63 else seed
-        self.temperatures[slot] = 0.0 if params.is_greedy else params.temperature
+        self.temperatures[slot] = 0.0 if params.is_greedy else min(params.temperature, _LARGE)
         self.top_k[slot] = min(params.top_k, self.output_counts.shape[1])
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
-        self.repetition[slot] = params.repetition_penalty
+        self.repetition[slot] = min(max(params.repetition_penalty, 1 / _LARGE), _LARGE)
         self.presence[slot] = params.presence_penalty
         self.frequency[slot] = params.frequency_penalty
-        self.min_tokens[slot] = params.min_tokens
+        self.min_tokens[slot] = min(params.min_tokens, max_output_tokens)
         self.stop_ids[slot].fill_(-1)
         self.stop_ids[slot, : len(stop_ids)] = torch.tensor(list(stop_ids), dtype=torch.int64, device=device)
         self._start_bias(slot, params)
