@@ -35,8 +35,20 @@ def inspect(path: Path, as_json: bool) -> None:
                 f"layer {index}: window {layer['window'] or 'full'}, {'causal' if layer['causal'] else 'not causal'}"
                 for index, layer in enumerate(value)
             )
+        if key == "plans":
+            value = "\n".join(line for name, plan in value.items() for line in _plan_lines(name, plan))
         table.add_row(key, json.dumps(value) if isinstance(value, dict | list) else str(value))
     Console().print(table)
+
+
+def _plan_lines(name: str, plan: dict[str, Any]) -> list[str]:
+    layers = ", ".join(f"{count} {kind}" for kind, count in sorted(plan["layers"].items(), key=lambda x: -x[1]))
+    return [
+        f"{name}: {plan['file']}, {plan['plan_bytes'] / 1e6:.1f} MB, weights {plan['weights']}",
+        *(f"  profile {profile}: {extent}" for profile, extent in plan["profiles"].items()),
+        f"  layers: {layers}",
+        f"  precisions: {', '.join(f'{count} {dtype}' for dtype, count in plan['precisions'].items())}",
+    ]
 
 
 def directory_facts(path: Path) -> dict[str, Any]:
@@ -88,9 +100,45 @@ def _engine_facts(path: Path) -> dict[str, Any]:
         "tp_size": engine.tp_size,
         "quantization": engine.quantization.algo,
         "source": dict(engine.source),
+        **_plan_facts(engine),
         "bytes": sum(record.bytes for record in engine.files.values()),
         "files": len(engine.files),
         "hashes": "verified",
+    }
+
+
+def _plan_facts(engine: Any) -> dict[str, Any]:
+    """What TensorRT's plans hold; nothing for the torch backend."""
+    if engine.tensorrt is None:
+        return {}
+    from trtllm_dflash.engine.plan_build import read_plan_facts
+    from trtllm_dflash.engine.plan_facts import Network
+
+    facts = engine.tensorrt
+    networks: tuple[Network, ...] = ("target",) if engine.drafter_config is None else ("target", "inject", "draft")
+    plans = {}
+    for rank in range(engine.tp_size):
+        for network in networks:
+            plan = read_plan_facts(engine.path, network, rank)
+            name = network if engine.tp_size == 1 else f"{network} rank {rank}"
+            plans[name] = {
+                "file": plan.file,
+                "plan_bytes": plan.plan_bytes,
+                "weights": f"{plan.weights}, {len(plan.bindings)} inputs, {plan.weight_bytes / 1e6:.1f} MB",
+                "build_s": plan.build_s,
+                "profiles": {p.name: f"rows up to {p.rows}, tokens up to {p.queries}" for p in plan.profiles},
+                "layers": {entry.name: entry.count for entry in plan.layers},
+                "precisions": {entry.name: entry.count for entry in plan.precisions},
+                "inputs": {t.name: f"{t.dtype} {list(t.shape)}" for t in plan.inputs if "_cache." not in t.name},
+                "outputs": {t.name: f"{t.dtype} {list(t.shape)}" for t in plan.outputs if "_cache_" not in t.name},
+            }
+    return {
+        "tensorrt": f"{facts.package} {facts.version}",
+        "target_sm": list(facts.target_sm),
+        "lowering": facts.lowering,
+        "cache": f"{facts.cache}, rows of {facts.row_tokens} tokens" if facts.row_tokens else facts.cache,
+        "build_peak_host_mb": facts.peak_host_mb,
+        "plans": plans,
     }
 
 

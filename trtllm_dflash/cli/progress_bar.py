@@ -6,7 +6,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from trtllm_dflash.checkpoint.progress import Progress as ProgressCallback
 from trtllm_dflash.checkpoint.progress import silent
@@ -35,3 +45,27 @@ def progress_bar() -> Iterator[ProgressCallback]:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         yield _Bar(progress)
+
+
+@contextmanager
+def plan_progress(title: str) -> Iterator[ProgressCallback]:
+    """Like :func:`progress_bar` for work that counts steps: one bar that names the phase it is in."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield silent
+        return
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    ) as progress:
+        task = progress.add_task(title, total=None)
+
+        def show(label: str, done: int, total: int) -> None:
+            progress.update(task, description=label, completed=done, total=total or None)
+
+        yield show

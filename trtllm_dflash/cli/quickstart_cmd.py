@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import time
 from collections.abc import Iterator
@@ -12,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from trtllm_dflash.cli.progress_bar import progress_bar
+from trtllm_dflash.cli.progress_bar import plan_progress, progress_bar
 
 if TYPE_CHECKING:
+    from trtllm_dflash.engine.plan_facts import Network
     from trtllm_dflash.runtime.outputs import RequestOutput
 
 _PROMPTS = (
@@ -22,6 +24,8 @@ _PROMPTS = (
     "Write a Python function that returns the n-th Fibonacci number.",
     "Explain in three sentences why the sky is blue.",
 )
+
+_NETWORKS: tuple[Network, ...] = ("target", "inject", "draft")
 
 
 @click.command()
@@ -36,7 +40,8 @@ def quickstart(prompts: tuple[str, ...], max_tokens: int, workdir: Path | None, 
     """The whole main job on the demo pair, on any machine.
 
     Converts SmolLM2-135M-Instruct and its DFlash 2 drafter, builds engines, generates with and without speculation,
-    deploys to a real Triton Inference Server, streams one request and stops it again.
+    deploys to a real Triton Inference Server, streams one request and stops it again. With TensorRT-RTX installed
+    (extra rtx) it also builds the pair's Blackwell plans, which needs no GPU.
 
     \b
     Example:
@@ -48,6 +53,7 @@ def quickstart(prompts: tuple[str, ...], max_tokens: int, workdir: Path | None, 
     run.prepare(workdir)
     run.convert_and_build()
     run.compare(chosen, max_tokens)
+    run.build_plans()
     if no_triton:
         run.skip_triton("--no-triton was given")
     else:
@@ -124,6 +130,33 @@ class _Run:
             f"without speculation {rates['off']:7.1f} tokens/s   speedup {self.facts['speedup']}\n"
             f"outputs {'identical' if identical else 'DIFFER'}"
         )
+
+    def build_plans(self) -> None:
+        """TensorRT plans for SM 120, where TensorRT-RTX is installed; they are built here and not run."""
+        from trtllm_dflash.checkpoint.convert import convert
+        from trtllm_dflash.engine.build import build
+        from trtllm_dflash.engine.plan_build import read_plan_facts
+
+        if importlib.util.find_spec("tensorrt_rtx") is None:
+            self.facts["tensorrt"] = {"skipped": "tensorrt-rtx is not installed"}
+            self._say('TensorRT plans skipped: TensorRT-RTX is not installed (pip install "trtllm-dflash[rtx]")')
+            return
+        checkpoint, engines = self._workdir / "checkpoint-bf16", self._workdir / "engines-sm120"
+        with self._step("TensorRT-RTX plans for SM 120", spinner=False), plan_progress("building plans …") as progress:
+            convert("demo", "demo", checkpoint, dtype="bfloat16", force=True)
+            report = build(checkpoint, engines, backend="tensorrt-rtx", target_sm=(120,), force=True, progress=progress)
+        plans = {name: read_plan_facts(engines, name, 0) for name in _NETWORKS}
+        self.facts["tensorrt"] = {
+            name: {
+                "build_s": plan.build_s,
+                "plan_mb": round(plan.plan_bytes / 1e6, 1),
+                "layers": sum(entry.count for entry in plan.layers),
+            }
+            for name, plan in plans.items()
+        }
+        self._say(f"TensorRT-RTX plans for SM 120 in {report.elapsed_s:.0f} s (built, not run here):")
+        for name, facts in self.facts["tensorrt"].items():
+            self._say(f"  {name:7s} {facts['layers']:5d} layers, {facts['plan_mb']:6.1f} MB, {facts['build_s']:5.1f} s")
 
     def serve(self, prompt: str, max_tokens: int) -> None:
         """Deploy to a real tritonserver, stream one request, stop."""

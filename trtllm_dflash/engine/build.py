@@ -1,4 +1,4 @@
-"""``build`` for the torch backend: a checkpoint directory becomes an engine directory."""
+"""``build``: a checkpoint directory becomes an engine directory, for torch or with TensorRT plans."""
 
 from __future__ import annotations
 
@@ -6,17 +6,26 @@ import json
 import os
 import shutil
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import torch
+
 import trtllm_dflash
-from trtllm_dflash.checkpoint.atomic_directory import atomic_directory
+from trtllm_dflash.checkpoint.atomic_directory import atomic_directory, check_destination
 from trtllm_dflash.checkpoint.manifest import hash_directory, manifest_to_json
 from trtllm_dflash.checkpoint.read import Checkpoint, open_checkpoint, pairing_facts
 from trtllm_dflash.config.drafter import DrafterConfig
 from trtllm_dflash.config.pairing import BuildLimits
+from trtllm_dflash.config.typed_json import to_json
 from trtllm_dflash.engine.directory import FORMAT_VERSION, KIND, Backend
+from trtllm_dflash.engine.plan_build import BuildProgress, PlanOptions, build_plans
+from trtllm_dflash.engine.plan_facts import TensorRTFacts, WeightsMode
+from trtllm_dflash.engine.tensorrt_compile import choose_target_sm
+from trtllm_dflash.engine.tensorrt_emission import linear_row_tokens
 from trtllm_dflash.errors import BuildError, ConfigError
+from trtllm_dflash.ops.tensorrt_library import check_backend, load_tensorrt
 
 DEFAULT_MAX_BATCH_SIZE = 16
 DEFAULT_MAX_SEQ_LEN = 4096
@@ -26,13 +35,15 @@ PAGE_TOKENS = 32
 
 @dataclass(frozen=True)
 class BuildReport:
-    """What was built: seconds, bytes on disk and the limits."""
+    """What was built: seconds, bytes on disk and the limits; ``tensorrt`` and ``plan_bytes`` where there are plans."""
 
     output: Path
     backend: Backend
     limits: BuildLimits
     bytes: int
     elapsed_s: float
+    tensorrt: TensorRTFacts | None = None
+    plan_bytes: int = 0
 
 
 def build(
@@ -44,26 +55,90 @@ def build(
     max_seq_len: int | None = None,
     max_num_tokens: int | None = None,
     block_size: int | None = None,
+    weights: WeightsMode = "external",
+    target_sm: Sequence[int] = (),
+    timing_cache: Path | None = None,
     force: bool = False,
+    progress: BuildProgress | None = None,
 ) -> BuildReport:
     """Build the engine directory ``output`` from a checkpoint directory.
 
     Args:
         checkpoint: directory written by ``convert``; it is verified first.
-        backend: ``auto`` or ``torch`` (the networks run by torch on any CPU or CUDA GPU).
+        backend: ``torch`` (the networks run by torch on any CPU or CUDA GPU; ``auto`` is this), ``tensorrt`` (plans for
+            this machine's GPU) or ``tensorrt-rtx`` (plans for listed GPUs, built without one).
         max_batch_size: running requests (default 16). max_seq_len: prompt + output (default 4096, at most the
             target's and the drafter's trained length). max_num_tokens: prompt tokens of one pass (default 2048).
         block_size: S, up to the checkpoint's (default: the checkpoint's).
-        force: replace an engine directory that is there.
+        weights: of plans: ``external`` leaves them in the rank files and binds them at load, ``embedded`` puts them
+            into the plans.
+        target_sm: compute capabilities of plans, 10 * major + minor; empty for the backend's default.
+        timing_cache: file to read and update, for ``tensorrt``.
+        force: replace an engine directory that is there. progress: told (phase, done, total) while plans are built.
 
     Raises:
-        ConfigError: a limit is out of range. BuildError: the backend is not available.
+        ConfigError: a limit is out of range. BuildError: the backend is not available, or TensorRT failed.
         CheckpointError: the checkpoint is damaged, or ``output`` may not be written.
     """
     started = time.perf_counter()
-    chosen = _backend(backend)
+    chosen = choose_backend(backend)
+    check_destination(Path(output), force=force)
     source = open_checkpoint(checkpoint)
-    limits = _limits(source, max_batch_size, max_seq_len, max_num_tokens, block_size)
+    limits = build_limits(source, chosen, max_batch_size, max_seq_len, max_num_tokens, block_size)
+    plans = None
+    if chosen == "torch":
+        _check_torch_can(source)
+    else:
+        plans = plan_options(source, chosen, weights=weights, target_sm=target_sm, timing_cache=timing_cache)
+        plans = replace(plans, progress=progress)
+    source.verify()
+    with_weights = plans is None or plans.weights == "external"
+    facts: TensorRTFacts | None = None
+    with atomic_directory(Path(output), force=force) as directory:
+        for model in ("target",) if source.drafter_config is None else ("target", "drafter"):
+            _write_model(source, model, directory, limits, paged=plans is None, with_weights=with_weights)
+        if plans is not None:
+            facts = build_plans(source, directory, limits, plans, row_tokens=linear_row_tokens(limits))
+        if source.tokenizer_dir is None:
+            raise ConfigError(
+                f"{source.path}: has no tokenizer, which generation needs",
+                hint="convert from a directory that has tokenizer.json",
+            )
+        shutil.copytree(source.tokenizer_dir, directory / "tokenizer")
+        records = hash_directory(
+            directory, known={name: source.files[name] for name in _rank_files(source)} if with_weights else {}
+        )
+        _write_json(
+            directory / "config.json",
+            {
+                "format_version": FORMAT_VERSION,
+                "kind": KIND,
+                "version": trtllm_dflash.__version__,
+                "backend": chosen,
+                "tensorrt": None if facts is None else to_json(facts),
+                "pairing": None if source.drafter_config is None else pairing_facts(source.drafter_config),
+                "limits": asdict(limits),
+                "tp_size": source.mapping.tp_size,
+                "tokenizer": "tokenizer",
+                "source": dict(source.source),
+                "files": manifest_to_json(records),
+            },
+        )
+    total = sum(record.bytes for record in records.values())
+    plan_bytes = sum(record.bytes for name, record in records.items() if name.endswith(".engine"))
+    return BuildReport(Path(output), chosen, limits, total, time.perf_counter() - started, facts, plan_bytes)
+
+
+def choose_backend(wanted: str) -> Backend:
+    """``auto`` is torch. Raises ``ConfigError`` for an unknown name."""
+    if wanted in ("auto", "torch"):
+        return "torch"
+    if wanted in ("tensorrt", "tensorrt-rtx"):
+        return check_backend(wanted)
+    raise ConfigError(f"backend {wanted!r}: expected auto, torch, tensorrt or tensorrt-rtx")
+
+
+def _check_torch_can(source: Checkpoint) -> None:
     if source.mapping.tp_size != 1:
         raise BuildError(
             f"{source.path}: converted for {source.mapping.tp_size} ranks; the torch backend runs one",
@@ -74,67 +149,73 @@ def build(
             f"{source.path}: converted with --kv-cache-dtype fp8, which the torch backend does not have",
             hint="convert with --kv-cache-dtype auto",
         )
-    source.verify()
-    with atomic_directory(Path(output), force=force) as directory:
-        _write_model(source, "target", directory, limits)
-        if source.drafter_config is not None:
-            _write_model(source, "drafter", directory, limits)
-        if source.tokenizer_dir is None:
-            raise ConfigError(
-                f"{source.path}: has no tokenizer, which generation needs",
-                hint="convert from a directory that has tokenizer.json",
-            )
-        shutil.copytree(source.tokenizer_dir, directory / "tokenizer")
-        records = hash_directory(
-            directory, known={name: record for name, record in source.files.items() if name.endswith(".safetensors")}
-        )
-        _write_json(
-            directory / "config.json",
-            {
-                "format_version": FORMAT_VERSION,
-                "kind": KIND,
-                "version": trtllm_dflash.__version__,
-                "backend": chosen,
-                "pairing": None if source.drafter_config is None else pairing_facts(source.drafter_config),
-                "limits": asdict(limits),
-                "tp_size": source.mapping.tp_size,
-                "tokenizer": "tokenizer",
-                "source": dict(source.source),
-                "files": manifest_to_json(records),
-            },
-        )
-    total = sum(record.bytes for record in records.values())
-    return BuildReport(Path(output), chosen, limits, total, time.perf_counter() - started)
 
 
-def _backend(wanted: str) -> Backend:
-    if wanted in ("auto", "torch"):
-        return "torch"
-    if wanted in ("tensorrt", "tensorrt-rtx"):
-        raise BuildError(
-            f"backend {wanted}: not available in this version", hint="use --backend torch, which runs everywhere"
-        )
-    raise ConfigError(f"backend {wanted!r}: expected auto, torch, tensorrt or tensorrt-rtx")
-
-
-def _limits(
+def plan_options(
     source: Checkpoint,
+    backend: Backend,
+    *,
+    weights: WeightsMode,
+    target_sm: Sequence[int],
+    timing_cache: Path | None,
+) -> PlanOptions:
+    """Check what is asked of TensorRT before anything is written.
+
+    Raises:
+        BuildError: TensorRT is missing, of another version, or cannot do what the checkpoint asks for.
+        ConfigError: a compute capability that it cannot build for, or unknown ``weights``.
+    """
+    if weights not in ("external", "embedded"):
+        raise ConfigError(f"--weights {weights}: expected external or embedded")
+    library = load_tensorrt(check_backend(backend))
+    if source.quantization.kv_cache_dtype != "auto":
+        raise BuildError(
+            f"{source.path}: converted with --kv-cache-dtype {source.quantization.kv_cache_dtype}; TensorRT's linear "
+            "cache has float32, float16 or bfloat16",
+            hint="convert with --kv-cache-dtype auto",
+        )
+    device_sm = None
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        device_sm = 10 * major + minor
+    return PlanOptions(
+        backend=library.backend,
+        version=library.version,
+        lowering="native",
+        weights=weights,
+        target_sm=choose_target_sm(library, target_sm, device_sm=device_sm),
+        timing_cache=timing_cache,
+    )
+
+
+def build_limits(
+    source: Checkpoint,
+    backend: Backend,
     max_batch_size: int | None,
     max_seq_len: int | None,
     max_num_tokens: int | None,
     block_size: int | None,
 ) -> BuildLimits:
+    """The limits of an engine, defaults filled in and checked against the models.
+
+    Raises:
+        ConfigError: a limit is out of range.
+    """
     trained = source.target_config.max_position_embeddings
     if source.drafter_config is not None:
         trained = min(trained, source.drafter_config.max_position_embeddings)
     seq_len = min(DEFAULT_MAX_SEQ_LEN, trained) if max_seq_len is None else max_seq_len
-    return BuildLimits(
+    limits = BuildLimits(
         max_batch_size=_in_range("--max-batch-size", max_batch_size, DEFAULT_MAX_BATCH_SIZE, 1, 4096),
         max_seq_len=_in_range("--max-seq-len", seq_len, seq_len, 2, trained, "the models' trained length"),
         max_num_tokens=_in_range("--max-num-tokens", max_num_tokens, DEFAULT_MAX_NUM_TOKENS, 1, 1 << 20),
         block_size=_block_size(source.drafter_config, block_size),
         page_tokens=PAGE_TOKENS,
     )
+    if backend == "torch":
+        return limits
+    # A linear cache is a paged cache whose page holds a whole sequence; the block's room at its end is nobody's page.
+    return replace(limits, page_tokens=linear_row_tokens(limits) - limits.block_size)
 
 
 def _block_size(drafter: DrafterConfig | None, wanted: int | None) -> int:
@@ -157,7 +238,9 @@ def _in_range(option: str, value: int | None, default: int, low: int, high: int,
     return chosen
 
 
-def _write_model(source: Checkpoint, model: str, directory: Path, limits: BuildLimits) -> None:
+def _write_model(
+    source: Checkpoint, model: str, directory: Path, limits: BuildLimits, *, paged: bool, with_weights: bool
+) -> None:
     (directory / model).mkdir()
     pretrained = json.loads((source.path / model / "config.json").read_text(encoding="utf-8"))
     build_config = {
@@ -166,15 +249,20 @@ def _write_model(source: Checkpoint, model: str, directory: Path, limits: BuildL
         "max_seq_len": limits.max_seq_len,
         "max_num_tokens": limits.max_num_tokens,
         "max_draft_len": limits.block_size - 1,
-        "kv_cache_type": "paged",
+        "kv_cache_type": "paged" if paged else "continuous",
         "tokens_per_block": limits.page_tokens,
         "speculative_decoding_mode": "dflash" if source.drafter_config is not None else None,
         "strongly_typed": True,
     }
     _write_json(directory / model / "config.json", {"pretrained_config": pretrained, "build_config": build_config})
-    for rank in range(source.mapping.tp_size):
-        name = f"{model}/rank{rank}.safetensors"
-        _link_or_copy(source.path / name, directory / name)
+    for name in _rank_files(source):
+        if with_weights and name.startswith(f"{model}/"):
+            _link_or_copy(source.path / name, directory / name)
+
+
+def _rank_files(source: Checkpoint) -> list[str]:
+    models = ("target",) if source.drafter_config is None else ("target", "drafter")
+    return [f"{model}/rank{rank}.safetensors" for model in models for rank in range(source.mapping.tp_size)]
 
 
 def _link_or_copy(source: Path, destination: Path) -> None:

@@ -18,6 +18,7 @@ from trtllm_dflash.config.mapping import QuantAlgo, QuantizationConfig
 from trtllm_dflash.config.pairing import BuildLimits
 from trtllm_dflash.config.target import TargetConfig
 from trtllm_dflash.config.typed_json import from_json
+from trtllm_dflash.engine.plan_facts import TensorRTFacts
 from trtllm_dflash.engine.session import EngineSession
 from trtllm_dflash.engine.torch_session import TorchSession
 from trtllm_dflash.engine.torch_weights import TorchWeightSource
@@ -38,6 +39,7 @@ class EngineDirectory:
         target_config, drafter_config: the models; no drafter is None. quantization: the target's.
         limits: what it was built for. tp_size: ranks.
         source: names and revisions of what was converted. files: size and SHA-256 of every file.
+        tensorrt: what built the plans; None for the torch backend.
     """
 
     path: Path
@@ -50,6 +52,7 @@ class EngineDirectory:
     tp_size: int
     source: Mapping[str, object]
     files: Mapping[str, FileRecord]
+    tensorrt: TensorRTFacts | None = None
 
 
 def open_engine_directory(path: str | Path, *, verify: bool = True) -> EngineDirectory:
@@ -95,6 +98,7 @@ def open_engine_directory(path: str | Path, *, verify: bool = True) -> EngineDir
         tp_size=root.integer("tp_size", minimum=1),
         source=_data(root, "source"),
         files=files,
+        tensorrt=from_json(TensorRTFacts, root.child("tensorrt")) if root.has("tensorrt") else None,
     )
 
 
@@ -107,10 +111,9 @@ def load_session(path: str | Path, *, device: str | None = None) -> EngineSessio
     """
     engine = open_engine_directory(path)
     if engine.backend != "torch":
-        raise EngineError(
-            f"{engine.path}: built for backend {engine.backend}, which this version cannot run",
-            hint="build with --backend torch to run on this machine",
-        )
+        from trtllm_dflash.engine.tensorrt_session import open_tensorrt_session
+
+        return open_tensorrt_session(engine, _device(device))
     if engine.tp_size != 1:
         raise EngineError(
             f"{engine.path}: built for {engine.tp_size} ranks; the torch backend runs one",

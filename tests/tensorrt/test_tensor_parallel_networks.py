@@ -1,0 +1,85 @@
+"""Networks of two ranks, computed in lockstep, against the whole model on torch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from driven_sessions import Observed, drive, relative_error
+from interpreted_session import interpreted_session
+from tensorrt_requests import request_of
+from torch import Tensor
+from torch_reference import torch_session
+
+from trtllm_dflash.checkpoint.convert import convert
+from trtllm_dflash.checkpoint.read import open_checkpoint
+from trtllm_dflash.ops.tensorrt_library import TensorRTLibrary
+
+TOLERANCE = 1e-5
+
+
+class Ranks:
+    """Where ranks meet: every rank brings its tensor, all leave with the joined one."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.barrier = threading.Barrier(count, timeout=60)
+        self.brought: dict[int, Tensor] = {}
+        self.seen: set[str] = set()
+
+    def collective(self, rank: int) -> Callable[[str, str, Tensor], Tensor]:
+        def meet(name: str, label: str, tensor: Tensor) -> Tensor:
+            self.brought[rank] = tensor
+            self.seen.add(label)
+            self.barrier.wait()
+            parts = [self.brought[index] for index in range(self.count)]
+            joined = torch.stack(parts).sum(0) if label == "sum_over_ranks" else torch.cat(parts, 0)
+            self.barrier.wait()
+            return joined
+
+        return meet
+
+
+@pytest.mark.parametrize("pair", ["llama-v2", "qwen3-v1"])
+def test_two_ranks_equal_one(
+    rtx: TensorRTLibrary, tiny_pairs: Callable[[str], Any], tiny_request: Any, tmp_path: Path, pair: str
+) -> None:
+    directories = tiny_pairs(pair)
+    convert(str(directories.target), str(directories.drafter), tmp_path / "checkpoint", tp_size=2)
+    source = open_checkpoint(tmp_path / "checkpoint")
+    ranks = Ranks(2)
+    prompts = [torch.arange(7, 20), torch.arange(40, 44)]
+    arguments: dict[str, Any] = {"seed": 2, "temperatures": torch.tensor([0.0, 0.9]), "block_size": 4}
+    observed: dict[int, Observed] = {}
+
+    def run(rank: int) -> None:
+        request = request_of(
+            rtx,
+            tmp_path / "checkpoint",
+            rank=rank,
+            target=source.tensors("target", rank),
+            drafter=source.tensors("drafter", rank),
+        )
+        session = interpreted_session(request, collective=ranks.collective(rank))
+        observed[rank] = drive(session, prompts, **arguments)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ranks.seen == {"sum_over_ranks", "gather_over_ranks"}
+    expected = drive(torch_session(replace(tiny_request(pair))), prompts, **arguments)
+    for rank in range(2):
+        found = observed[rank]
+        assert relative_error(found.prefill_logits, expected.prefill_logits) <= TOLERANCE
+        assert relative_error(found.verify_logits, expected.verify_logits) <= TOLERANCE
+        assert relative_error(found.verify_features, expected.verify_features) <= TOLERANCE
+        assert found.draft is not None
+        assert expected.draft is not None
+        assert torch.equal(found.draft.draft_tokens, expected.draft.draft_tokens)
