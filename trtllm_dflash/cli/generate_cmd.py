@@ -120,7 +120,7 @@ def generation_document(llm: LLM, outputs: list[RequestOutput], elapsed_s: float
     return {
         "outputs": listed,
         "summary": {
-            "backend": "torch",
+            "backend": llm.backend,
             "device": str(llm.session.device),
             "speculation": llm.block_size > 1,
             "block_size": llm.block_size,

@@ -11,10 +11,8 @@ from numbers import Integral
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from trtllm_dflash.config.sampling import SamplingParams
-from trtllm_dflash.engine.directory import load_session
+from trtllm_dflash.engine.directory import load_session, open_engine_directory
 from trtllm_dflash.engine.session import EngineSession
 from trtllm_dflash.errors import EngineError, RequestError
 from trtllm_dflash.runtime.engine import Engine
@@ -69,6 +67,7 @@ class LLM:
             block_size=self._block_size,
         )
         self.limits = limits
+        self.backend = open_engine_directory(engine_path, verify=False).backend
 
     @property
     def block_size(self) -> int:
@@ -318,8 +317,3 @@ def _check_capacity(
                 raise RequestError(field, token, f"token ids from 0 to {vocab_size - 1}")
     if params.logprobs is not None and params.logprobs > vocab_size:
         raise RequestError("logprobs", params.logprobs, f"at most {vocab_size}")
-
-
-def default_device() -> torch.device:
-    """The first CUDA GPU, or the CPU."""
-    return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
