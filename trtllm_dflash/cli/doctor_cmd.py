@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import platform
-import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -120,7 +119,3 @@ def _plugins() -> Finding:
     except (DFlashError, OSError, ImportError) as error:
         return Finding(name, "missing", str(error).splitlines()[0], "trtllm-dflash plugins build")
     return Finding(name, "ok", str(getattr(library, "path", "loaded")))
-
-
-if __name__ == "__main__":
-    sys.exit(doctor())

@@ -43,8 +43,7 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(trtllm_dflash.__version__, prog_name="trtllm-dflash")
 @click.option("--debug", is_flag=True, help="Show a traceback with errors.")
-@click.pass_context
-def cli(ctx: click.Context, debug: bool) -> None:
+def cli(debug: bool) -> None:
     """DFlash and DFlash 2 speculative decoding: from two checkpoints to a Triton endpoint.
 
     \b
@@ -52,7 +51,6 @@ def cli(ctx: click.Context, debug: bool) -> None:
       trtllm-dflash quickstart
       trtllm-dflash doctor
     """
-    ctx.obj = {"debug": debug}
 
 
 def main(argv: list[str] | None = None) -> None:

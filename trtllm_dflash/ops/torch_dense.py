@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# A packing made for this many rows is the fastest seen for 1 to 512 rows; packing for one row is twice as slow.
+# oneDNN chooses the layout for this many rows; one chosen for a single row is slow for a verified block.
 _PACK_ROWS_HINT = 64
 
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """A matrix ``[out, in]`` in oneDNN's blocked layout (CPU only): 2 to 4 times the speed of a plain one."""
+    """A matrix ``[out, in]`` in oneDNN's blocked layout (CPU only), faster than a plain one for a few rows."""
 
     blocked: Tensor
     out_features: int

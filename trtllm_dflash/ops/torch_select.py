@@ -69,9 +69,7 @@ def selector_walk(
         row = scores[:, position].gather(1, choice.unsqueeze(-1).expand(-1, 1, count)).squeeze(1)
         best = row.argmax(-1, keepdim=True)
         q = torch.softmax(row / divisor, dim=-1)
-        cumulative = q.cumsum(-1)
-        drawn = (cumulative <= uniforms[:, position : position + 1] * cumulative[:, -1:]).sum(-1, keepdim=True)
-        choice = torch.where(greedy, best, drawn.clamp_max(count - 1))
+        choice = torch.where(greedy, best, _inverse_cdf(q, uniforms[:, position]))
         q_rows.append(torch.where(greedy, (ranks == best).to(q.dtype), q))
         tokens.append(candidates[:, position].gather(-1, choice))
     return torch.cat(tokens, dim=1), torch.stack(q_rows, dim=1)
@@ -86,6 +84,11 @@ def independent_draw(
     q = torch.softmax(unary.float() / divisor, dim=-1)
     first = (torch.arange(q.shape[-1], device=q.device) == 0).to(q.dtype)
     q = torch.where(greedy, first, q)
-    cumulative = q.cumsum(-1)
-    choice = (cumulative <= uniforms.unsqueeze(-1) * cumulative[..., -1:]).sum(-1, keepdim=True)
-    return candidates.gather(-1, choice.clamp_max(q.shape[-1] - 1)).squeeze(-1), q
+    return candidates.gather(-1, _inverse_cdf(q, uniforms)).squeeze(-1), q
+
+
+def _inverse_cdf(q: Tensor, draws: Tensor) -> Tensor:
+    """First index whose running sum exceeds ``draw * total``: ``q [..., K]``, ``draws [...]`` → ``[..., 1]``."""
+    running = q.cumsum(-1)
+    passed = running <= draws.unsqueeze(-1) * running[..., -1:]
+    return passed.sum(-1, keepdim=True).clamp_max(q.shape[-1] - 1)
