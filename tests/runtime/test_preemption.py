@@ -56,7 +56,7 @@ def test_preempted_output_is_the_same(
     assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
     assert [o.text for o in outputs] == [o.text for o in expected]
     assert [o.metrics.accepted_histogram for o in outputs] == [o.metrics.accepted_histogram for o in expected]
-    assert stats.counters["preemptions"] >= 3
+    assert stats.counters["preemptions"] >= 2
     assert sum(o.metrics.preemptions for o in outputs) == stats.counters["preemptions"]
     assert (stats.pages_used, stats.running, stats.waiting) == (0, 0, 0)
     if params.logprobs:

@@ -25,6 +25,7 @@ from trtllm_dflash.errors import EngineError, RequestError
 _FIELD = "structured_output"
 _CACHE_BYTES = 256 << 20
 _ROW_BITS = 32
+_FIRST_PRINTABLE = 0x20
 
 
 class GrammarCompiler:
@@ -37,7 +38,7 @@ class GrammarCompiler:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._compiler: Any = None
+        self._compilers: dict[bool, Any] = {}
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
 
     def start(self, wanted: StructuredOutput, stop_ids: Sequence[int], on_ready: Callable[[], None]) -> GrammarRun:
@@ -55,7 +56,7 @@ class GrammarCompiler:
             )
         parsed = _parse(wanted)
         try:
-            future = self._worker.submit(self._compile, parsed)
+            future = self._worker.submit(self._compile, parsed, wanted.kind.startswith("json"))
         except RuntimeError as error:
             raise EngineError("the engine is closed") from error
         future.add_done_callback(lambda _: on_ready())
@@ -65,12 +66,11 @@ class GrammarCompiler:
         """Compile nothing more."""
         self._worker.shutdown(wait=False, cancel_futures=True)
 
-    def _compile(self, parsed: Any) -> Any:
-        if self._compiler is None:
-            self._compiler = _library().GrammarCompiler(
-                _tokenizer_facts(self._tokenizer, self._vocab_size), max_threads=1, cache_limit_bytes=_CACHE_BYTES
-            )
-        return self._compiler.compile_grammar(parsed)
+    def _compile(self, parsed: Any, is_json: bool) -> Any:
+        if is_json not in self._compilers:
+            facts = _tokenizer_facts(self._tokenizer, self._vocab_size, is_json=is_json)
+            self._compilers[is_json] = _library().GrammarCompiler(facts, max_threads=1, cache_limit_bytes=_CACHE_BYTES)
+        return self._compilers[is_json].compile_grammar(parsed)
 
 
 class GrammarRun:
@@ -116,7 +116,8 @@ class GrammarRun:
             if not rows[row].any():
                 # A dead end. The stop token ends the request, and `advance` finds that it completes nothing.
                 _allow(rows[row], self._stop_ids)
-            if row == len(drafts) or not matcher.accept_token(drafts[row]):
+            # Asked of the mask first: the library writes a line to stderr for every token that it refuses.
+            if row == len(drafts) or not _is_allowed(rows[row], drafts[row]) or not matcher.accept_token(drafts[row]):
                 break
             walked += 1
             if matcher.is_terminated():
@@ -168,15 +169,26 @@ def _parse(wanted: StructuredOutput) -> Any:
         raise RequestError(_FIELD, {wanted.kind: shown}, f"a valid {wanted.kind}: {_first_line(error)}") from error
 
 
-def _tokenizer_facts(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Any:
-    """xgrammar's view of the vocabulary. Special tokens have no text, so no grammar may take them for their names."""
+def _tokenizer_facts(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, is_json: bool) -> Any:
+    """xgrammar's view of the vocabulary, in which tokens without text can be in no grammar.
+
+    These are the special tokens, which leave nothing in the output, whatever they are called; and for JSON, of one line
+    here, all that hold a control character: xgrammar (0.2) lets strings of a bounded length contain them.
+    """
     library = _library()
     found = library.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)
     special = {*tokenizer.all_special_ids, *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)}
-    texts = [b"" if index in special else text for index, text in enumerate(found.decoded_vocab)]
+    texts = [
+        b"" if index in special or (is_json and any(byte < _FIRST_PRINTABLE for byte in text)) else text
+        for index, text in enumerate(found.decoded_vocab)
+    ]
     return library.TokenizerInfo(
         texts, library.VocabType.RAW, vocab_size=vocab_size, add_prefix_space=found.add_prefix_space
     )
+
+
+def _is_allowed(row: Tensor, token: int) -> bool:
+    return bool((int(row[token // _ROW_BITS]) >> (token % _ROW_BITS)) & 1)
 
 
 def _allow(row: Tensor, tokens: Sequence[int]) -> None:
