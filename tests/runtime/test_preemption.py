@@ -38,6 +38,7 @@ def _load(count: int, params: SamplingParams, seed: int) -> tuple[list[list[int]
     return prompts, each
 
 
+@pytest.mark.fault("out of pages")
 @pytest.mark.parametrize("pair", ["llama-v2", "qwen3-v1"])
 @pytest.mark.parametrize(
     ("params", "prefix_cache"),
@@ -80,6 +81,7 @@ def test_streams_of_preempted_requests_repeat_and_lose_nothing(tiny_engines: Cal
         assert streams.tokens[f"{number}"] == output.token_ids
 
 
+@pytest.mark.fault("client gone")
 def test_cancelling_preempted_requests(tiny_engines: Callable, tiny_llms: Callable) -> None:
     """Cancelled at random moments while pages are scarce; the others' texts are their own, and every page is back."""
     prompts, each = _load(60, replace(PLAIN, temperature=1.0), seed=7)

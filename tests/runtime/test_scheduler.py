@@ -172,14 +172,14 @@ def test_deadlines_pass_while_waiting_and_while_running() -> None:
     scheduler.admit(0.0)
     assert scheduler.next_deadline() == 3.0
     assert scheduler.ended(2.9) == []
-    (ended,) = scheduler.ended(3.0)
-    assert ended[:2] == (requests[1], "error")
-    assert "deadline of 3 s passed while the request was waiting" in (ended[2] or "")
+    (ending,) = scheduler.ended(3.0)
+    assert (ending.request, ending.reason, ending.kind) == (requests[1], "error", "deadline")
+    assert "3 s passed while the request was waiting" in (ending.error or "")
     scheduler.retire(requests[1], 0)
-    ((request, _, text),) = scheduler.ended(5.0)
-    assert request is requests[0]
-    assert "while the request was running" in (text or "")
-    scheduler.retire(request, 0)
+    (ending,) = scheduler.ended(5.0)
+    assert ending.request is requests[0]
+    assert "5 s passed while the request was running" in (ending.error or "")
+    scheduler.retire(requests[0], 0)
     assert scheduler.next_deadline() is None
     assert scheduler.snapshot()["requests_expired"] == 2
 

@@ -15,7 +15,14 @@ from trtllm_dflash.engine.session import EngineSession
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.runtime.cycle import FAULTY, OUT_OF_LENGTH, STOPPED, CycleResult, Masks, draft_verify_cycle
 from trtllm_dflash.runtime.grammar import GrammarRun, allowed_tokens
-from trtllm_dflash.runtime.outputs import EngineStats, FinishReason, OutputChunk, RequestMetrics, TokenLogprobs
+from trtllm_dflash.runtime.outputs import (
+    EngineStats,
+    ErrorKind,
+    FinishReason,
+    OutputChunk,
+    RequestMetrics,
+    TokenLogprobs,
+)
 from trtllm_dflash.runtime.prefill import plan_chunks, run_prefill
 from trtllm_dflash.runtime.request import Request, RequestSpec
 from trtllm_dflash.runtime.scheduler import AdmissionLimits, Scheduler
@@ -167,8 +174,8 @@ class Engine:
     @torch.inference_mode()
     def _step(self) -> None:
         """One turn of the loop: cancel, admit, prefill one budget of prompt tokens, one cycle for the rest."""
-        for request, reason, error in self._scheduler.ended(time.perf_counter()):
-            self._finish(request, reason, error)
+        for ending in self._scheduler.ended(time.perf_counter()):
+            self._finish(ending.request, ending.reason, ending.error, ending.kind)
         self._admit()
         self._prefill([r for r in self._scheduler.running if r.is_prefilling])
         self._decode(self._with_pages([r for r in self._scheduler.running if not r.is_prefilling]))
@@ -287,9 +294,11 @@ class Engine:
             if request.finish_reason is not None:
                 self._retire(request, request.finish_reason)
 
-    def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+    def _finish(
+        self, request: Request, reason: FinishReason, error: str | None = None, kind: ErrorKind = "engine"
+    ) -> None:
         try:
-            request.end(reason, error)
+            request.end(reason, error, kind)
         finally:
             self._retire(request, reason)
 

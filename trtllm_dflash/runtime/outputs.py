@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+ErrorKind = Literal["engine", "deadline", "request"]
+"""Whose an error is: the engine's, the deadline's, or the request's own."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class OutputChunk:
         request_id: the request.
         text: new text; concatenated over chunks it is the whole text. Never splits a character.
         token_ids: new token ids. logprobs: one entry per new token id when asked for.
-        finish_reason: set on the last chunk. error: message when the reason is ``error``.
+        finish_reason: set on the last chunk. error: message when the reason is ``error``, error_kind: whose it is.
     """
 
     request_id: str
@@ -68,6 +70,7 @@ class OutputChunk:
     finish_reason: FinishReason | None = None
     error: str | None = None
     metrics: RequestMetrics | None = None
+    error_kind: ErrorKind | None = None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from trtllm_dflash.config.sampling import SamplingParams
 from trtllm_dflash.runtime.grammar import GrammarRun
-from trtllm_dflash.runtime.outputs import FinishReason, OutputChunk, RequestMetrics, TokenLogprobs
+from trtllm_dflash.runtime.outputs import ErrorKind, FinishReason, OutputChunk, RequestMetrics, TokenLogprobs
 from trtllm_dflash.runtime.prefix_cache import CachedPage
 from trtllm_dflash.runtime.slots import SamplingMode
 from trtllm_dflash.runtime.text import TextStream
@@ -177,12 +177,12 @@ class Request:
         if self.grammar is not None and not self.grammar.advance(tokens[:used]):
             reason, error = "error", "structured_output: the grammar allows no token here that the other parameters do"
         text = delta.text if reason is None or delta.stopped else delta.text + self.text.finish()
-        self._send(text, tuple(tokens[:used]), tuple(logprobs[:used]), reason, error)
+        self._send(text, tuple(tokens[:used]), tuple(logprobs[:used]), reason, error, "request")
         return used
 
-    def end(self, reason: FinishReason, error: str | None = None) -> None:
+    def end(self, reason: FinishReason, error: str | None = None, kind: ErrorKind = "engine") -> None:
         """Finish without new tokens (cancelled or failed); text that was held back is still delivered."""
-        self._send(self.text.finish(), (), (), reason, error)
+        self._send(self.text.finish(), (), (), reason, error, kind)
 
     def metrics(self) -> RequestMetrics:
         """Counters up to now."""
@@ -210,13 +210,17 @@ class Request:
         logprobs: tuple[TokenLogprobs, ...],
         reason: FinishReason | None,
         error: str | None,
+        kind: ErrorKind,
     ) -> None:
         self.finish_reason = reason
         if not (text or tokens or self.finished):
             return
         metrics = self.metrics() if self.finished else None
         try:
-            self.on_chunk(OutputChunk(self.spec.request_id, text, tokens, logprobs, reason, error, metrics))
+            kind_or_none = None if error is None else kind
+            self.on_chunk(
+                OutputChunk(self.spec.request_id, text, tokens, logprobs, reason, error, metrics, kind_or_none)
+            )
         except Exception:
             # The consumer's fault ends its own request, never the engine's thread.
             logger.exception("the consumer of request %s failed", self.spec.request_id)

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trtllm_dflash.errors import EngineError, QueueFullError, RequestError
-from trtllm_dflash.runtime.outputs import FinishReason
+from trtllm_dflash.runtime.outputs import ErrorKind, FinishReason
 from trtllm_dflash.runtime.pages import PagePool
 from trtllm_dflash.runtime.prefix_cache import PrefixCache
 from trtllm_dflash.runtime.request import Request, RequestSpec
@@ -59,6 +59,16 @@ class PageCounts:
     free: int
     used: int
     cached: int
+
+
+@dataclass(frozen=True)
+class Ending:
+    """A request that ends outside a pass, and how."""
+
+    request: Request
+    reason: FinishReason
+    error: str | None = None
+    kind: ErrorKind = "engine"
 
 
 class Scheduler:
@@ -133,30 +143,21 @@ class Scheduler:
             self._deadlines += request.deadline is not None
             self._insert(request)
 
-    def ended(self, now: float) -> list[tuple[Request, FinishReason, str | None]]:
-        """Requests that must end before the next pass: (request, reason, error text).
-
-        ``now`` is a ``time.perf_counter()`` reading.
-        """
+    def ended(self, now: float) -> list[Ending]:
+        """Requests that must end before the next pass. ``now`` is a ``time.perf_counter()`` reading."""
         with self._lock:
-            found: list[tuple[Request, FinishReason, str | None]] = []
+            found: list[Ending] = []
             for request in [*self._waiting, *self._running]:
                 if request.cancelled:
-                    found.append((request, "cancelled", None))
+                    found.append(Ending(request, "cancelled"))
                 elif request.failure is not None:
-                    found.append((request, "error", request.failure))
+                    found.append(Ending(request, "error", request.failure, "request"))
                 elif request.deadline is not None and now >= request.deadline:
                     self.counters["requests_expired"] += not request.is_expired
                     request.is_expired = True
                     state = "waiting" if request.slot is None else "running"
-                    found.append(
-                        (
-                            request,
-                            "error",
-                            f"deadline_s: the deadline of {request.spec.deadline_s:g} s passed while the request was "
-                            f"{state}, {request.emitted} tokens emitted",
-                        )
-                    )
+                    text = f"deadline_s: {request.spec.deadline_s:g} s passed while the request was {state}"
+                    found.append(Ending(request, "error", f"{text}, {request.emitted} tokens emitted", "deadline"))
             return found
 
     def next_deadline(self) -> float | None:

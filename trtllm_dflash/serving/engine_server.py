@@ -14,13 +14,18 @@ from typing import Protocol
 
 from trtllm_dflash.config.pairing import BuildLimits
 from trtllm_dflash.config.sampling import SamplingParams
-from trtllm_dflash.errors import RequestError
+from trtllm_dflash.errors import QueueFullError, RequestError
 from trtllm_dflash.runtime.outputs import EngineStats, OutputChunk
 from trtllm_dflash.serving import wire
 from trtllm_dflash.serving.request_fields import parse_request
 
 HEARTBEAT_S = 0.5
+_DRAIN_POLL_S = 0.02
+_FLUSH_S = 5.0
 _log = logging.getLogger(__name__)
+# gRPC's word for a passed deadline is not among Triton's.
+_CODES: dict[str | None, str] = {"deadline": "UNAVAILABLE", "request": "INVALID_ARGUMENT"}
+_SHUTTING_DOWN = "the engine is shutting down; send the request again"
 _PATH = re.compile(r"(?<![\w.])/(?:[\w.@+-]+/)+[\w.@+-]*")
 
 
@@ -72,11 +77,14 @@ class EngineServer:
         self._outgoing: queue.SimpleQueue[wire.Message | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._progressed_at = time.monotonic()
+        self._draining = threading.Event()
+        self._cut = threading.Event()
+        self._writer = threading.Thread(target=self._write, name="wire-writer", daemon=True)
 
     def run(self) -> None:
         """Serve until the proxy closes the connection or asks for shutdown."""
         threads = [
-            threading.Thread(target=self._write, name="wire-writer", daemon=True),
+            self._writer,
             threading.Thread(target=self._beat, name="heartbeat", daemon=True),
         ]
         self._outgoing.put(wire.Ready(wire.PROTOCOL_VERSION, os.getpid(), asdict(self._limits)))
@@ -94,7 +102,28 @@ class EngineServer:
             self._closed.set()
             self._outgoing.put(None)
 
+    def drain(self, deadline_s: float) -> None:
+        """Refuse new requests, let the others finish for ``deadline_s`` seconds, fail the rest, and end ``run``.
+
+        Every request gets its last message before the connection closes.
+        """
+        _log.info("draining: new requests are refused, running ones have %g s", deadline_s)
+        self._draining.set()
+        give_up_at = time.monotonic() + deadline_s
+        while (stats := self._engine.stats()).running + stats.waiting and time.monotonic() < give_up_at:
+            time.sleep(_DRAIN_POLL_S)
+        self._cut.set()
+        # What is unfinished ends now, as cancelled, which `_on_chunk` reports as an error.
+        self._engine.close()
+        self._closed.set()
+        self._outgoing.put(None)
+        self._writer.join(timeout=_FLUSH_S)
+        self._connection.close()
+
     def _submit(self, message: wire.Generate) -> None:
+        if self._draining.is_set():
+            self._outgoing.put(wire.Failed(message.id, "UNAVAILABLE", _SHUTTING_DOWN))
+            return
         try:
             request = parse_request(message.fields, eos_token_ids=self._eos_token_ids, vocab_size=self._vocab_size)
             if request.echo:
@@ -102,7 +131,12 @@ class EngineServer:
             self._engine.submit(request.prompt, request.params, self._on_chunk, request_id=message.id)
         except RequestError as error:
             self._outgoing.put(wire.Failed(message.id, "INVALID_ARGUMENT", _in_tensor_names(error)))
+        except QueueFullError as error:
+            self._outgoing.put(wire.Failed(message.id, "UNAVAILABLE", error.message))
         except Exception as error:
+            if self._draining.is_set():
+                self._outgoing.put(wire.Failed(message.id, "UNAVAILABLE", _SHUTTING_DOWN))
+                return
             _log.exception("request %s could not be queued", message.id)
             reason = f"the engine could not queue this request ({type(error).__name__}); see the server's log"
             self._outgoing.put(wire.Failed(message.id, "INTERNAL", reason))
@@ -112,7 +146,11 @@ class EngineServer:
         if chunk.finish_reason == "error":
             _log.error("request %s failed: %s", chunk.request_id, chunk.error)
             reason = without_paths(chunk.error or "the engine failed on this request; see the server's log")
-            self._outgoing.put(wire.Failed(chunk.request_id, "INTERNAL", reason))
+            code = _CODES.get(chunk.error_kind, "INTERNAL")
+            self._outgoing.put(wire.Failed(chunk.request_id, code, reason))
+            return
+        if chunk.finish_reason == "cancelled" and self._cut.is_set():
+            self._outgoing.put(wire.Failed(chunk.request_id, "UNAVAILABLE", _SHUTTING_DOWN))
             return
         metrics = chunk.metrics
         self._outgoing.put(
