@@ -7,7 +7,7 @@ slots it runs and publishes what changed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -57,6 +57,10 @@ class SamplingMode:
             max(wanted) if wanted else None,
         )
 
+    def on_kernels(self) -> SamplingMode:
+        """The mode as the acceptance kernel needs it: it filters exactly without a bound, so fewer graphs differ."""
+        return replace(self, top_k_bound=None)
+
     @staticmethod
     def of(params: SamplingParams) -> SamplingMode:
         """The parts one request needs."""
@@ -105,7 +109,10 @@ class SlotRows:
 
 
 class SlotState:
-    """Device tensors of every slot.
+    """Device tensors of every slot, and of one idle slot (the last) that pads a batch: it emits and writes nothing.
+
+    Scalars of all slots lie in two matrices, one row per quantity, so that a batch gathers them in two launches and each
+    gathered row is contiguous.
 
     Args:
         slots: number of slots. history_length: longest sequence plus one block, which may reach past it.
@@ -121,36 +128,44 @@ class SlotState:
         vocab_size: int,
         device: torch.device,
     ) -> None:
+        rows = slots + 1
+
         def ints(*shape: int, fill: int = 0) -> Tensor:
             return torch.full(shape, fill, dtype=torch.int64, device=device)
 
-        def floats(fill: float) -> Tensor:
-            return torch.full((slots,), fill, dtype=torch.float32, device=device)
-
         self.device = device
         self.scratch_page = scratch_page
-        self.anchors = ints(slots)
-        self.context_lengths = ints(slots)
-        self.remaining = ints(slots)
-        self.generated = ints(slots)
-        self.page_table = ints(slots, pages_per_request, fill=scratch_page)
-        self.seeds = ints(slots)
-        self.temperatures = floats(0.0)
-        self.top_k = ints(slots)
-        self.top_p = floats(1.0)
-        self.min_p = floats(0.0)
-        self.repetition = floats(1.0)
-        self.presence = floats(0.0)
-        self.frequency = floats(0.0)
-        self.min_tokens = ints(slots)
-        self.stop_ids = ints(slots, MAX_STOP_IDS, fill=-1)
-        self.bias_ids = ints(slots, MAX_BIAS_IDS)
-        self.bias_values = torch.zeros(slots, MAX_BIAS_IDS, dtype=torch.float32, device=device)
-        self.bad_prefixes = ints(slots, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS - 1, fill=_NO_TOKEN)
-        self.bad_last = ints(slots, MAX_BAD_WORDS)
-        self.history = ints(slots, history_length)
-        self.output_counts = torch.zeros(slots, vocab_size, dtype=torch.int32, device=device)
-        self.prompt_seen = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
+        self.idle_slot = slots
+        self._ints = ints(_INT_ROWS, rows)
+        (
+            self.anchors,
+            self.context_lengths,
+            self.remaining,
+            self.generated,
+            self.seeds,
+            self.top_k,
+            self.min_tokens,
+        ) = self._ints
+        self._floats = torch.zeros(_FLOAT_ROWS, rows, dtype=torch.float32, device=device)
+        self.temperatures, self.top_p, self.min_p, self.repetition, self.presence, self.frequency = self._floats
+        self.top_p.fill_(1.0)
+        self.repetition.fill_(1.0)
+        # An idle block attends to nothing of its own, and a softmax over no key at all is NaN.
+        self.context_lengths[slots] = 1
+        self.page_table = ints(rows, pages_per_request, fill=scratch_page)
+        self.stop_ids = ints(rows, MAX_STOP_IDS, fill=-1)
+        self.bias_ids = ints(rows, MAX_BIAS_IDS)
+        self.bias_values = torch.zeros(rows, MAX_BIAS_IDS, dtype=torch.float32, device=device)
+        self.bad_prefixes = ints(rows, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS - 1, fill=_NO_TOKEN)
+        self.bad_last = ints(rows, MAX_BAD_WORDS)
+        self.history = ints(rows, history_length)
+        self.output_counts = torch.zeros(rows, vocab_size, dtype=torch.int32, device=device)
+        self.prompt_seen = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor) and value._base is None)
 
     def start(
         self,
@@ -164,50 +179,78 @@ class SlotState:
         bad_words: Sequence[Sequence[int]],
         pages: Sequence[int],
     ) -> None:
-        """Fill ``slot`` for a new request; nothing of the previous one remains. ``seed`` is any 64-bit pattern."""
-        device = self.device
-        self.anchors[slot] = prompt[-1]
-        # The last prompt token plays the anchor of the first (draftless) acceptance.
-        self.context_lengths[slot] = len(prompt) - 1
-        self.remaining[slot] = max_output_tokens
-        self.generated[slot] = 0
-        self.page_table[slot].fill_(self.scratch_page)
-        self.page_table[slot, : len(pages)] = torch.tensor(list(pages), dtype=torch.int64, device=device)
-        self.seeds[slot] = seed - (1 << 64) if seed >= 1 << 63 else seed
-        self.temperatures[slot] = 0.0 if params.is_greedy else min(params.temperature, _LARGE)
-        self.top_k[slot] = min(params.top_k, self.output_counts.shape[1])
-        self.top_p[slot] = params.top_p
-        self.min_p[slot] = params.min_p
-        self.repetition[slot] = min(max(params.repetition_penalty, 1 / _LARGE), _LARGE)
-        self.presence[slot] = params.presence_penalty
-        self.frequency[slot] = params.frequency_penalty
-        self.min_tokens[slot] = min(params.min_tokens, max_output_tokens)
-        self.stop_ids[slot].fill_(-1)
-        self.stop_ids[slot, : len(stop_ids)] = torch.tensor(list(stop_ids), dtype=torch.int64, device=device)
-        self._start_bias(slot, params)
-        self._start_bad_words(slot, bad_words)
-        ids = torch.tensor(list(prompt), dtype=torch.int64, device=device)
-        self.history[slot, : len(prompt)] = ids
-        self.output_counts[slot].zero_()
-        self.prompt_seen[slot].zero_()
-        self.prompt_seen[slot, ids] = True
+        """Fill ``slot`` for a new request; nothing of the previous one that it will read remains. ``seed`` is any 64-bit
+        pattern. Nothing here waits for the device."""
+        mode = SamplingMode.of(params)
+        vocab_size = self.output_counts.shape[1]
+        self._ints[:, slot] = self._upload(
+            [
+                prompt[-1],
+                # The last prompt token plays the anchor of the first (draftless) acceptance.
+                len(prompt) - 1,
+                max_output_tokens,
+                0,
+                seed - (1 << 64) if seed >= 1 << 63 else seed,
+                min(params.top_k, vocab_size),
+                min(params.min_tokens, max_output_tokens),
+            ]
+        )
+        self._floats[:, slot] = self._upload(
+            [
+                0.0 if params.is_greedy else min(params.temperature, _LARGE),
+                params.top_p,
+                params.min_p,
+                min(max(params.repetition_penalty, 1 / _LARGE), _LARGE),
+                params.presence_penalty,
+                params.frequency_penalty,
+            ]
+        )
+        self.set_pages(slot, pages)
+        self.stop_ids[slot] = self._upload([*stop_ids, *[-1] * (MAX_STOP_IDS - len(stop_ids))])
+        if mode.bias:
+            self._start_bias(slot, params)
+        if mode.bad_words:
+            self._start_bad_words(slot, bad_words)
+        if mode.bad_words or mode.penalties:
+            ids = self._upload(list(prompt))
+            self.history[slot, : len(prompt)] = ids
+            self.output_counts[slot].zero_()
+            self.prompt_seen[slot].zero_()
+            self.prompt_seen[slot].index_fill_(0, ids, True)
+        else:
+            self._end_bias_and_bad_words(slot, mode)
+
+    def set_pages(self, slot: int, pages: Sequence[int]) -> None:
+        """Give ``slot`` these pages, in order of positions; nothing waits for the device."""
+        columns = self.page_table.shape[1]
+        self.page_table[slot] = self._upload([*pages, *[self.scratch_page] * (columns - len(pages))])
 
     def gather(self, slots: Tensor, page_columns: int) -> SlotRows:
         """Rows of ``slots [B]``; the page table is cut to ``page_columns``, a host-known bound."""
+        ints, floats = self._ints.index_select(1, slots), self._floats.index_select(1, slots)
         return SlotRows(
             slots=slots,
-            anchors=self.anchors[slots],
-            context_lengths=self.context_lengths[slots],
-            remaining=self.remaining[slots],
-            generated=self.generated[slots],
-            page_table=self.page_table[slots, :page_columns],
-            seeds=self.seeds[slots],
-            temperatures=self.temperatures[slots],
-            top_k=self.top_k[slots],
-            top_p=self.top_p[slots],
-            min_p=self.min_p[slots],
-            stop_ids=self.stop_ids[slots],
+            anchors=ints[0],
+            context_lengths=ints[1],
+            remaining=ints[2],
+            generated=ints[3],
+            page_table=self.page_table[:, :page_columns].index_select(0, slots),
+            seeds=ints[4],
+            temperatures=floats[0],
+            top_k=ints[5],
+            top_p=floats[1],
+            min_p=floats[2],
+            stop_ids=self.stop_ids.index_select(0, slots),
         )
+
+    def advance(self, slots: Tensor, progress: Tensor) -> None:
+        """Write ``progress [4, B]``: anchors, context lengths, remaining and generated tokens of ``slots [B]``."""
+        self._ints[:4].index_copy_(1, slots, progress)
+
+    def _upload(self, values: Sequence[int] | Sequence[float]) -> Tensor:
+        """``values`` on the device, int64 or float32, without waiting for it."""
+        dtype = torch.float32 if values and isinstance(values[0], float) else torch.int64
+        return upload(values, dtype, self.device)
 
     def _start_bias(self, slot: int, params: SamplingParams) -> None:
         self.bias_ids[slot].zero_()
