@@ -67,6 +67,7 @@ class LinearSession:
         self.drafter_config = drafter_config
         self.limits = limits
         self.device = device
+        self.uses_kernels = False
         self.dtype = dtype
         self._runner = runner
         self._row_tokens = row_tokens

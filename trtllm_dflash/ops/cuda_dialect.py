@@ -248,9 +248,7 @@ class CudaOps(TorchOps):
             raise EngineError("grouped_conv_add_rms_norm gave no norm although it was asked for one")
         return x, normed
 
-    def candidates(
-        self, logits: Tensor, k: int, multiplier: float, softcap: float | None
-    ) -> tuple[Tensor, Tensor]:
+    def candidates(self, logits: Tensor, k: int, multiplier: float, softcap: float | None) -> tuple[Tensor, Tensor]:
         return select.candidates(logits, k, multiplier=multiplier, softcap=softcap)
 
     def selector_walk(

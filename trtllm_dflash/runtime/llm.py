@@ -7,6 +7,7 @@ import secrets
 import threading
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
 from typing import Literal
@@ -14,7 +15,9 @@ from typing import Literal
 from trtllm_dflash.config.sampling import SamplingParams
 from trtllm_dflash.engine.directory import load_session, open_engine_directory
 from trtllm_dflash.engine.session import EngineSession
+from trtllm_dflash.engine.torch_session import KernelChoice
 from trtllm_dflash.errors import EngineError, RequestError
+from trtllm_dflash.runtime.cycle_runner import EngineOptions
 from trtllm_dflash.runtime.engine import Engine
 from trtllm_dflash.runtime.memory import plan_cache_pages
 from trtllm_dflash.runtime.outputs import EngineStats, OutputChunk, RequestOutput, TokenLogprobs
@@ -36,10 +39,13 @@ class LLM:
 
     Args:
         engines: directory written by ``trtllm-dflash build``.
-        speculation: ``auto`` speculates when the engine has a drafter, ``on`` insists on one, ``off`` decodes plainly.
+        speculation: ``auto`` speculates when the engine has a drafter, on a GPU with the block size that pays most;
+            ``on`` insists on a drafter and always uses the whole block; ``off`` decodes plainly.
         device: ``cpu`` or ``cuda:N``; None takes the first CUDA GPU or else the CPU.
         block_size: S, up to the engine's; None takes the engine's.
         kv_cache_tokens: tokens of the KV caches; None takes what the limits need, bounded by free memory.
+        kernels: what the torch backend computes with on a GPU: ``auto``, ``plugins`` (insist) or ``torch``.
+        options: how cycles are launched; the defaults are right unless something is being measured.
 
     Raises:
         EngineError, ConfigError, CheckpointError: the directory is missing, damaged or cannot run here.
@@ -53,9 +59,11 @@ class LLM:
         device: str | None = None,
         block_size: int | None = None,
         kv_cache_tokens: int | None = None,
+        kernels: KernelChoice = "auto",
+        options: EngineOptions | None = None,
     ) -> None:
         engine_path = Path(engines)
-        self._session: EngineSession = load_session(engine_path, device=device)
+        self._session: EngineSession = load_session(engine_path, device=device, kernels=kernels)
         limits = self._session.limits
         self._block_size = _choose_block_size(self._session, speculation, block_size)
         self._prompts = PromptEncoder(engine_path / "tokenizer", self._session.target_config.vocab_size)
@@ -65,6 +73,7 @@ class LLM:
             self._prompts.backend,
             num_pages=self.memory.num_pages,
             block_size=self._block_size,
+            options=_resolve_options(options or EngineOptions(), speculation, self._session),
         )
         self.limits = limits
         self.backend = open_engine_directory(engine_path, verify=False).backend
@@ -258,6 +267,12 @@ class _Collector:
             logprobs=tuple(self._logprobs) if self._spec.params.logprobs is not None else None,
             error=last.error,
         )
+
+
+def _resolve_options(options: EngineOptions, speculation: SpeculationMode, session: EngineSession) -> EngineOptions:
+    if options.adaptive is not None:
+        return options
+    return replace(options, adaptive=speculation == "auto" and session.device.type == "cuda")
 
 
 def _choose_block_size(session: EngineSession, speculation: SpeculationMode, wanted: int | None) -> int:

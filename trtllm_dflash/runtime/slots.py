@@ -24,6 +24,9 @@ _NO_TOKEN = -2
 _ANY_TOKEN = -1
 # Beyond every useful value, and times a logit still a float32.
 _LARGE = 1e30
+# Rows of the scalar matrices: anchor, context length, remaining, generated, seed, top-k, min_tokens; and temperature,
+# top-p, min-p and three penalties.
+_INT_ROWS, _FLOAT_ROWS = 7, 6
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ class SlotRows:
 class SlotState:
     """Device tensors of every slot, and of one idle slot (the last) that pads a batch: it emits and writes nothing.
 
-    Scalars of all slots lie in two matrices, one row per quantity, so that a batch gathers them in two launches and each
+    Scalars of all slots lie in two matrices, one row per quantity: a batch gathers them in two launches, and each
     gathered row is contiguous.
 
     Args:
@@ -152,6 +155,8 @@ class SlotState:
         self.repetition.fill_(1.0)
         # An idle block attends to nothing of its own, and a softmax over no key at all is NaN.
         self.context_lengths[slots] = 1
+        self._biased: set[int] = set()
+        self._banned: set[int] = set()
         self.page_table = ints(rows, pages_per_request, fill=scratch_page)
         self.stop_ids = ints(rows, MAX_STOP_IDS, fill=-1)
         self.bias_ids = ints(rows, MAX_BIAS_IDS)
@@ -179,51 +184,50 @@ class SlotState:
         bad_words: Sequence[Sequence[int]],
         pages: Sequence[int],
     ) -> None:
-        """Fill ``slot`` for a new request; nothing of the previous one that it will read remains. ``seed`` is any 64-bit
-        pattern. Nothing here waits for the device."""
+        """Fill ``slot`` for a new request; nothing of the previous one that it will read remains.
+
+        ``seed`` is any 64-bit pattern. Nothing here waits for the device.
+        """
         mode = SamplingMode.of(params)
         vocab_size = self.output_counts.shape[1]
-        self._ints[:, slot] = self._upload(
-            [
-                prompt[-1],
-                # The last prompt token plays the anchor of the first (draftless) acceptance.
-                len(prompt) - 1,
-                max_output_tokens,
-                0,
-                seed - (1 << 64) if seed >= 1 << 63 else seed,
-                min(params.top_k, vocab_size),
-                min(params.min_tokens, max_output_tokens),
-            ]
-        )
-        self._floats[:, slot] = self._upload(
-            [
-                0.0 if params.is_greedy else min(params.temperature, _LARGE),
-                params.top_p,
-                params.min_p,
-                min(max(params.repetition_penalty, 1 / _LARGE), _LARGE),
-                params.presence_penalty,
-                params.frequency_penalty,
-            ]
-        )
+        ints = [
+            prompt[-1],
+            # The last prompt token plays the anchor of the first (draftless) acceptance.
+            len(prompt) - 1,
+            max_output_tokens,
+            0,
+            seed - (1 << 64) if seed >= 1 << 63 else seed,
+            min(params.top_k, vocab_size),
+            min(params.min_tokens, max_output_tokens),
+        ]
+        floats = [
+            0.0 if params.is_greedy else min(params.temperature, _LARGE),
+            params.top_p,
+            params.min_p,
+            min(max(params.repetition_penalty, 1 / _LARGE), _LARGE),
+            params.presence_penalty,
+            params.frequency_penalty,
+        ]
+        self._ints[:, slot] = upload(ints, torch.int64, self.device)
+        self._floats[:, slot] = upload(floats, torch.float32, self.device)
+        self.stop_ids[slot] = upload([*stop_ids, *[-1] * (MAX_STOP_IDS - len(stop_ids))], torch.int64, self.device)
         self.set_pages(slot, pages)
-        self.stop_ids[slot] = self._upload([*stop_ids, *[-1] * (MAX_STOP_IDS - len(stop_ids))])
-        if mode.bias:
-            self._start_bias(slot, params)
-        if mode.bad_words:
-            self._start_bad_words(slot, bad_words)
+        self._start_bias(slot, params)
+        self._start_bad_words(slot, bad_words)
+        # Only these read what came before; a neutral penalty gives the same logits whatever the counts say.
         if mode.bad_words or mode.penalties:
-            ids = self._upload(list(prompt))
+            ids = upload(prompt, torch.int64, self.device)
             self.history[slot, : len(prompt)] = ids
             self.output_counts[slot].zero_()
             self.prompt_seen[slot].zero_()
             self.prompt_seen[slot].index_fill_(0, ids, True)
-        else:
-            self._end_bias_and_bad_words(slot, mode)
 
     def set_pages(self, slot: int, pages: Sequence[int]) -> None:
         """Give ``slot`` these pages, in order of positions; nothing waits for the device."""
         columns = self.page_table.shape[1]
-        self.page_table[slot] = self._upload([*pages, *[self.scratch_page] * (columns - len(pages))])
+        self.page_table[slot] = upload(
+            [*pages, *[self.scratch_page] * (columns - len(pages))], torch.int64, self.device
+        )
 
     def gather(self, slots: Tensor, page_columns: int) -> SlotRows:
         """Rows of ``slots [B]``; the page table is cut to ``page_columns``, a host-known bound."""
@@ -247,24 +251,34 @@ class SlotState:
         """Write ``progress [4, B]``: anchors, context lengths, remaining and generated tokens of ``slots [B]``."""
         self._ints[:4].index_copy_(1, slots, progress)
 
-    def _upload(self, values: Sequence[int] | Sequence[float]) -> Tensor:
-        """``values`` on the device, int64 or float32, without waiting for it."""
-        dtype = torch.float32 if values and isinstance(values[0], float) else torch.int64
-        return upload(values, dtype, self.device)
-
     def _start_bias(self, slot: int, params: SamplingParams) -> None:
-        self.bias_ids[slot].zero_()
-        self.bias_values[slot].zero_()
-        for column, (token, bias) in enumerate(params.logit_bias.items()):
-            self.bias_ids[slot, column] = token
-            self.bias_values[slot, column] = float("-inf") if bias <= -100 else bias
+        """Bias of the new request, or none where the previous one left some."""
+        if not params.logit_bias and slot not in self._biased:
+            return
+        count = len(params.logit_bias)
+        ids = [*params.logit_bias, *[0] * (MAX_BIAS_IDS - count)]
+        values = [float("-inf") if bias <= -100 else bias for bias in params.logit_bias.values()]
+        self.bias_ids[slot] = upload(ids, torch.int64, self.device)
+        self.bias_values[slot] = upload([*values, *[0.0] * (MAX_BIAS_IDS - count)], torch.float32, self.device)
+        (self._biased.add if count else self._biased.discard)(slot)
 
     def _start_bad_words(self, slot: int, bad_words: Sequence[Sequence[int]]) -> None:
-        # An empty entry has a prefix that matches nothing; a shorter word's prefix starts with wildcards.
-        self.bad_prefixes[slot].fill_(_NO_TOKEN)
-        self.bad_last[slot].zero_()
+        """Bad words of the new request, or none where the previous one left some."""
+        if not bad_words and slot not in self._banned:
+            return
         width = self.bad_prefixes.shape[-1]
-        for row, word in enumerate(bad_words):
-            prefix = [_ANY_TOKEN] * (width - len(word) + 1) + list(word[:-1])
-            self.bad_prefixes[slot, row] = torch.tensor(prefix, dtype=torch.int64, device=self.device)
-            self.bad_last[slot, row] = word[-1]
+        # An empty entry has a prefix that matches nothing; a shorter word's prefix starts with wildcards.
+        prefixes = [[_ANY_TOKEN] * (width - len(word) + 1) + list(word[:-1]) for word in bad_words]
+        prefixes += [[_NO_TOKEN] * width] * (MAX_BAD_WORDS - len(prefixes))
+        last = [*(word[-1] for word in bad_words), *[0] * (MAX_BAD_WORDS - len(bad_words))]
+        self.bad_prefixes[slot] = upload(prefixes, torch.int64, self.device)
+        self.bad_last[slot] = upload(last, torch.int64, self.device)
+        (self._banned.add if bad_words else self._banned.discard)(slot)
+
+
+def upload(
+    values: Sequence[int] | Sequence[float] | Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """``values`` as a tensor on ``device``; on a GPU through pinned memory, so that the host does not wait for it."""
+    on_host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return on_host.to(device, non_blocking=True)
