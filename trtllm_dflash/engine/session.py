@@ -92,6 +92,9 @@ class EngineSession(Protocol):
     def cache_bytes_per_page(self) -> int:
         """Bytes of one page over both caches and all layers."""
 
+    def weight_bytes(self) -> int:
+        """Bytes of all weights on the device; what is shared counts once."""
+
     def target(self, inputs: TargetInputs) -> TargetOutputs:
         """Run the target; writes the target cache at ``slots``."""
 

@@ -18,16 +18,6 @@ from trtllm_dflash.runtime.slots import SamplingMode, SlotState, upload
 _PLENTY = 1 << 40
 
 
-def block_size_choices(limit: int) -> tuple[int, ...]:
-    """Block sizes worth telling apart up to ``limit``, 1 and ``limit`` among them."""
-    return tuple(sorted({size for size in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if size < limit} | {limit}))
-
-
-def batch_choices(limit: int) -> tuple[int, ...]:
-    """Powers of two up to ``limit``, and ``limit``."""
-    return tuple(sorted({1 << n for n in range(limit.bit_length()) if 1 << n <= limit} | {limit}))
-
-
 class CycleProfiler:
     """Runs cycles on slots that nobody owns.
 

@@ -102,6 +102,26 @@ class EngineOptions:
     forced_acceptance: float | None = None
 
 
+def batch_choices(limit: int) -> tuple[int, ...]:
+    """Powers of two up to ``limit``, and ``limit``: batches worth measuring."""
+    return tuple(sorted({1 << n for n in range(limit.bit_length()) if 1 << n <= limit} | {limit}))
+
+
+def block_size_choices(limit: int) -> tuple[int, ...]:
+    """Block sizes worth telling apart up to ``limit``, 1 and ``limit`` among them."""
+    return tuple(sorted({size for size in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if size < limit} | {limit}))
+
+
+def expected_graphs(session: EngineSession, block_size: int, options: EngineOptions) -> int:
+    """CUDA graphs that an engine will record for greedy requests, for the memory plan."""
+    if not (session.uses_kernels if options.graphs is None else options.graphs):
+        return 0
+    limit = session.limits.max_batch_size
+    buckets = sum(1 for bucket in _BUCKETS if bucket <= limit)
+    sizes = len(block_size_choices(block_size)) if options.adaptive else 1
+    return max(1, buckets) * sizes
+
+
 class CycleRunner:
     """Launches draft-verify cycles for slots of one :class:`SlotState`.
 

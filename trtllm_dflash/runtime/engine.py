@@ -17,8 +17,15 @@ from trtllm_dflash.engine.session import EngineSession
 from trtllm_dflash.errors import EngineError, RequestError
 from trtllm_dflash.runtime.block_policy import BlockSizePolicy
 from trtllm_dflash.runtime.cycle import FAULTY, OUT_OF_LENGTH, STOPPED
-from trtllm_dflash.runtime.cycle_profile import CycleProfiler, batch_choices, block_size_choices
-from trtllm_dflash.runtime.cycle_runner import CycleRunner, EngineOptions, HostResult, PendingResult
+from trtllm_dflash.runtime.cycle_profile import CycleProfiler
+from trtllm_dflash.runtime.cycle_runner import (
+    CycleRunner,
+    EngineOptions,
+    HostResult,
+    PendingResult,
+    batch_choices,
+    block_size_choices,
+)
 from trtllm_dflash.runtime.outputs import EngineStats, FinishReason, OutputChunk, RequestMetrics, TokenLogprobs
 from trtllm_dflash.runtime.pages import PagePool
 from trtllm_dflash.runtime.prefill import plan_chunks, run_prefill
@@ -291,7 +298,7 @@ class Engine:
 
     def _choose_block_size(self, group: Sequence[Request]) -> int:
         useful = max(r.remaining_host for r in group) + 1
-        if self._policy is None:
+        if self._policy is None or any(r.is_reproducible for r in group):
             return min(self._block_size, useful)
         return self._policy.choose(len(group), useful)
 

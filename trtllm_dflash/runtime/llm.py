@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import threading
 import uuid
@@ -13,13 +14,14 @@ from pathlib import Path
 from typing import Literal
 
 from trtllm_dflash.config.sampling import SamplingParams
-from trtllm_dflash.engine.directory import load_session, open_engine_directory
+from trtllm_dflash.engine.directory import Backend, load_session, open_engine_directory
 from trtllm_dflash.engine.session import EngineSession
 from trtllm_dflash.engine.torch_session import KernelChoice
 from trtllm_dflash.errors import EngineError, RequestError
-from trtllm_dflash.runtime.cycle_runner import EngineOptions
+from trtllm_dflash.runtime.cycle_profile import CycleProfiler
+from trtllm_dflash.runtime.cycle_runner import EngineOptions, expected_graphs
 from trtllm_dflash.runtime.engine import Engine
-from trtllm_dflash.runtime.memory import plan_cache_pages
+from trtllm_dflash.runtime.memory import plan_memory
 from trtllm_dflash.runtime.outputs import EngineStats, OutputChunk, RequestOutput, TokenLogprobs
 from trtllm_dflash.runtime.prompting import PROMPT_KINDS, Prompt, PromptEncoder
 from trtllm_dflash.runtime.request import RequestSpec
@@ -30,6 +32,8 @@ from trtllm_dflash.runtime.slots import (
     MAX_STOP_IDS,
     SamplingMode,
 )
+
+logger = logging.getLogger(__name__)
 
 SpeculationMode = Literal["auto", "on", "off"]
 
@@ -63,20 +67,61 @@ class LLM:
         options: EngineOptions | None = None,
     ) -> None:
         engine_path = Path(engines)
-        self._session: EngineSession = load_session(engine_path, device=device, kernels=kernels)
-        limits = self._session.limits
-        self._block_size = _choose_block_size(self._session, speculation, block_size)
-        self._prompts = PromptEncoder(engine_path / "tokenizer", self._session.target_config.vocab_size)
-        self.memory = plan_cache_pages(self._session, kv_cache_tokens)
+        session = load_session(engine_path, device=device, kernels=kernels)
+        backend = open_engine_directory(engine_path, verify=False).backend
+        self._start(session, engine_path / "tokenizer", backend, speculation, block_size, kv_cache_tokens, options)
+
+    @classmethod
+    def of_session(
+        cls,
+        session: EngineSession,
+        tokenizer: str | Path,
+        *,
+        speculation: SpeculationMode = "auto",
+        block_size: int | None = None,
+        kv_cache_tokens: int | None = None,
+        options: EngineOptions | None = None,
+    ) -> LLM:
+        """An LLM on a session that is already there, with the tokenizer of a directory; it then owns the session."""
+        llm = cls.__new__(cls)
+        llm._start(session, Path(tokenizer), "torch", speculation, block_size, kv_cache_tokens, options)
+        return llm
+
+    def _start(
+        self,
+        session: EngineSession,
+        tokenizer: Path,
+        backend: Backend,
+        speculation: SpeculationMode,
+        block_size: int | None,
+        kv_cache_tokens: int | None,
+        options: EngineOptions | None,
+    ) -> None:
+        self._session = session
+        self._block_size = _choose_block_size(session, speculation, block_size)
+        self._prompts = PromptEncoder(tokenizer, session.target_config.vocab_size)
+        options = _resolve_options(options or EngineOptions(), speculation, session)
+        self.memory = plan_memory(
+            session,
+            kv_cache_tokens,
+            block_size=self._block_size,
+            graphs=expected_graphs(session, self._block_size, options),
+        )
+        logger.info("memory plan: %s", self.memory.describe())
         self._engine = Engine(
-            self._session,
+            session,
             self._prompts.backend,
             num_pages=self.memory.num_pages,
             block_size=self._block_size,
-            options=_resolve_options(options or EngineOptions(), speculation, self._session),
+            options=options,
         )
-        self.limits = limits
-        self.backend = open_engine_directory(engine_path, verify=False).backend
+        self.limits = session.limits
+        self.backend: Backend = backend
+
+    @property
+    def profiler(self) -> CycleProfiler:
+        """Measures cycles; only while no request is running."""
+        return self._engine.profiler
 
     @property
     def block_size(self) -> int:

@@ -68,6 +68,11 @@ class Request:
         return self.prefilled == len(self.spec.prompt)
 
     @property
+    def is_reproducible(self) -> bool:
+        """Sampled with a seed of its own: what is drawn then must not depend on block sizes chosen by the clock."""
+        return self.spec.mode.sampled and self.spec.params.seed is not None
+
+    @property
     def may_emit(self) -> bool:
         """Whether the passes in flight may leave something to emit."""
         return self.remaining_host > self.in_flight
