@@ -18,9 +18,6 @@ from trtllm_dflash.ops.torch_select import top_k
 from trtllm_dflash.runtime.random_streams import ACCEPT_WORD, RESIDUAL_WORD, uniforms
 from trtllm_dflash.runtime.slots import SamplingMode, SlotRows
 
-_GOLDEN = 0.6180339887498949
-
-
 @dataclass(frozen=True)
 class Accepted:
     """``tokens [B, S]`` (accepted drafts, then the correction or bonus token, then -1) and ``accepted [B]``.
@@ -135,17 +132,24 @@ def force_acceptance(
 ) -> Accepted:
     """Commit ``mean_committed`` tokens on average whatever was verified, to measure cycles whose models are not real.
 
-    The whole part always, one more as often as the fraction says, spread evenly over a request's cycles.
+    The whole part always, one more as often as the fraction says, by a hash of the request's progress.
     """
     wanted = mean_committed - 1
-    # Fractional parts of multiples of the golden ratio are spread as evenly as any sequence.
-    phase = (rows.generated.double() * _GOLDEN) % 1.0
+    phase = _hash(rows.generated + rows.slots * 7919).double() / 2.0**32
     count = (phase < wanted % 1.0).to(torch.int64) + int(wanted)
     count = torch.minimum(count, (block_lengths - 1).clamp_min(0))
     tokens = torch.nn.functional.pad(drafts, (0, 1))
     tokens[:, -1] = rows.anchors
     offsets = torch.arange(tokens.shape[1], device=tokens.device)
     return Accepted(torch.where(offsets <= count[:, None], tokens, -1), count, torch.zeros_like(accepted.faulty))
+
+
+def _hash(values: Tensor) -> Tensor:
+    """Mixes int64 values to 32 bits (the finaliser of MurmurHash3, Appleby 2011)."""
+    mixed = values & 0xFFFFFFFF
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        mixed = ((mixed ^ (mixed >> shift)) * factor) & 0xFFFFFFFF
+    return mixed ^ (mixed >> 16)
 
 
 def _take(rows: Tensor, index: Tensor) -> Tensor:

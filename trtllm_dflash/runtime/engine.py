@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from trtllm_dflash.engine.session import EngineSession
 from trtllm_dflash.errors import EngineError, RequestError
-from trtllm_dflash.runtime.block_policy import BlockSizePolicy
+from trtllm_dflash.runtime.block_policy import BlockSizePolicy, CycleTable
 from trtllm_dflash.runtime.cycle import FAULTY, OUT_OF_LENGTH, STOPPED
 from trtllm_dflash.runtime.cycle_profile import CycleProfiler
 from trtllm_dflash.runtime.cycle_runner import (
@@ -111,6 +111,7 @@ class Engine:
         )
         self.profiler = CycleProfiler(session, self._state, self._runner, num_pages)
         self._policy: BlockSizePolicy | None = None
+        self.cycle_table: CycleTable | None = None
         if options.adaptive and block_size > 1:
             self.cycle_table = self.profiler.table(
                 batch_choices(limits.max_batch_size), block_size_choices(block_size), context=_PROFILE_CONTEXT

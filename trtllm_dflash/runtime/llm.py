@@ -18,6 +18,7 @@ from trtllm_dflash.engine.directory import Backend, load_session, open_engine_di
 from trtllm_dflash.engine.session import EngineSession
 from trtllm_dflash.engine.torch_session import KernelChoice
 from trtllm_dflash.errors import EngineError, RequestError
+from trtllm_dflash.runtime.block_policy import CycleTable
 from trtllm_dflash.runtime.cycle_profile import CycleProfiler
 from trtllm_dflash.runtime.cycle_runner import EngineOptions, expected_graphs
 from trtllm_dflash.runtime.engine import Engine
@@ -137,6 +138,11 @@ class LLM:
     def has_chat_template(self) -> bool:
         """Whether chat messages can be prompts."""
         return self._prompts.has_chat_template
+
+    @property
+    def cycle_table(self) -> CycleTable | None:
+        """Measured seconds per cycle that the adaptive block size goes by; None without it."""
+        return self._engine.cycle_table
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of a prompt as :meth:`generate` would use them."""
