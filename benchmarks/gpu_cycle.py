@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_demo import adaptive_figures, exactness_figures, speed_figures
+from benchmarks.gpu_demo import adaptive_figures, exactness_figures, fp8_accuracy_figures, speed_figures
 from benchmarks.gpu_roofline import DeviceCeilings, measure_ceilings
 from benchmarks.gpu_shape import FORCED_ACCEPTANCE, ShapeBench
 from benchmarks.result_file import write_result
 from trtllm_dflash.checkpoint.convert import convert
 from trtllm_dflash.checkpoint.demo import demo_target
+from trtllm_dflash.config.mapping import KvCacheDtype, QuantAlgo
 from trtllm_dflash.engine.build import build
 
 PARTS = ("exact", "speed", "adaptive", "shape", "memory", "fp8")
@@ -84,13 +85,15 @@ class GpuCycle:
         }
         return runs[name]()
 
-    def _engines(self, dtype: str) -> Path:
+    def _engines(self, dtype: str, quantization: QuantAlgo = "none") -> Path:
         root = Path(self._folder.name)
-        engines = root / f"engines-{dtype}"
+        engines = root / f"engines-{dtype}-{quantization}"
         if not engines.is_dir():
-            convert("demo", "demo", root / f"checkpoint-{dtype}", dtype=dtype)
+            checkpoint = root / f"checkpoint-{dtype}-{quantization}"
+            cache: KvCacheDtype = "fp8" if quantization == "fp8" else "auto"
+            convert("demo", "demo", checkpoint, dtype=dtype, quantization=quantization, kv_cache_dtype=cache)
             build(
-                root / f"checkpoint-{dtype}",
+                checkpoint,
                 engines,
                 backend="torch",
                 max_batch_size=256,
@@ -138,7 +141,7 @@ class GpuCycle:
             self._ceilings = measure_ceilings(device)
             print(self._ceilings, flush=True)
         return ShapeBench(
-            self._tokenizer or demo_target(), device, self._ceilings, layers=2 if self._small else 36, **arguments
+            self._tokenizer or demo_target(), device, self._ceilings, layers=5 if self._small else 36, **arguments
         )
 
     def _shape(self) -> Figures:
@@ -185,17 +188,25 @@ class GpuCycle:
         return {"memory_plan_rel_err": abs(planned - taken) / taken}, {"planned": planned, "taken": taken}
 
     def _fp8(self) -> Figures:
-        """FP8 weights and cache of the target: cycles of the shape. Accuracy is the demo pair's business (bench)."""
+        """FP8 weights and cache of the target: cycles of the shape, accuracy of the demo pair."""
         bench = self._bench(quantization="fp8", target_cache_dtype=torch.float8_e4m3fn)
         cases = {}
         with bench.open(16) as llm:
             for batch in (1,) if self._small else (1, 32):
                 cases[f"s16_b{batch}"] = bench.cycles(llm, batch)
                 print(json.dumps(cases[f"s16_b{batch}"]), flush=True)
-        return {
+        accuracy, details = fp8_accuracy_figures(
+            self._engines("bfloat16"),
+            self._engines("bfloat16", "fp8"),
+            self._prompts,
+            count=2 if self._small else 50,
+            max_tokens=16 if self._small else 128,
+            device=self._device,
+        )
+        return accuracy | {
             "qwen3_8b_fp8_s16_b1_over_roofline": cases["s16_b1"]["engine_over_roofline"],
             "qwen3_8b_fp8_s16_b1_ms": cases["s16_b1"]["engine_ms"],
-        }, {"cases": cases}
+        }, details | {"cases": cases}
 
 
 if __name__ == "__main__":

@@ -176,3 +176,31 @@ def adaptive_figures(
         for llm in llms.values():
             llm.close()
     return {"adaptive_min_ratio": worst}, {"max_tokens": max_tokens, "concurrency": details}
+
+
+def fp8_accuracy_figures(
+    engines: Path, fp8_engines: Path, prompts_file: Path, *, count: int, max_tokens: int, device: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What FP8 weights and cache of the target cost: how long its greedy texts stay bfloat16's, and acceptance.
+
+    ``demo_fp8_first_difference``: mean share of a text before the first different token, plain decoding.
+    ``demo_fp8_acceptance_ratio``: acceptance length over bfloat16's.
+    """
+    messages = load_prompts(prompts_file, count)
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    texts: dict[str, list[Ids]] = {}
+    acceptance: dict[str, float] = {}
+    for name, path in (("bfloat16", engines), ("fp8", fp8_engines)):
+        with LLM(path, device=device, speculation="off", kernels="plugins") as plain:
+            prompts = [list(plain.encode(message)) for message in messages]
+            texts[name] = [output.token_ids for output in plain.generate(prompts, params)]
+        with LLM(path, device=device, speculation="on", kernels="plugins") as speculative:
+            acceptance[name] = _pooled(speculative.generate(prompts, params))
+    shares = []
+    for exact, rounded in zip(texts["bfloat16"], texts["fp8"], strict=True):
+        same = next((n for n, (a, b) in enumerate(zip(exact, rounded, strict=False)) if a != b), len(exact))
+        shares.append(same / len(exact))
+    return {
+        "demo_fp8_first_difference": statistics.mean(shares),
+        "demo_fp8_acceptance_ratio": acceptance["fp8"] / acceptance["bfloat16"],
+    }, {"prompts": count, "max_tokens": max_tokens, "acceptance": acceptance}

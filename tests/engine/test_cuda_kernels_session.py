@@ -174,7 +174,7 @@ def test_fp8_product_equals_its_definition() -> None:
         matrix = Fp8Matrix(values, scales.t().contiguous())
         on_gpu = fp8_linear(x, matrix, None)
         on_cpu = fp8_linear(x.cpu(), Fp8Matrix(values.cpu(), matrix.scales.cpu()), None)
-        assert ((on_gpu.cpu().float() - on_cpu.float()).abs().max() / on_cpu.float().abs().max()).item() < 1e-2
+        assert ((on_gpu.cpu().float() - on_cpu.float()).abs().max() / on_cpu.float().abs().max()).item() < 2e-2
 
 
 def test_limits_are_what_the_pair_was_made_for() -> None:

@@ -61,8 +61,9 @@ class SamplingMode:
         )
 
     def on_kernels(self) -> SamplingMode:
-        """The mode as the acceptance kernel needs it: it filters exactly without a bound, so fewer graphs differ."""
-        return replace(self, top_k_bound=None)
+        """The mode whose graph serves this one: the acceptance kernel looks at each request's own temperature and
+        filters, so greedy, sampled and filtered requests share a graph."""
+        return replace(self, sampled=True, filtered=True, top_k_bound=None)
 
     @staticmethod
     def of(params: SamplingParams) -> SamplingMode:
