@@ -48,9 +48,10 @@ class PendingResult:
     """
 
     def __init__(self, result: CycleResult) -> None:
-        packed = torch.cat(
-            (result.tokens, result.produced[:, None], result.accepted[:, None], result.status[:, None]), dim=1
-        )
+        packed = result.packed
+        if packed is None:
+            columns = (result.produced[:, None], result.accepted[:, None], result.status[:, None])
+            packed = torch.cat((result.tokens, *columns), dim=1)
         self._event: torch.cuda.Event | None = None
         self._parts = [_to_host(packed)]
         for part in (result.logprobs, result.top_logprobs, result.top_ids):
