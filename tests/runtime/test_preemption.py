@@ -11,6 +11,7 @@ from collected_streams import Streams
 from tiny_pair import ACTIVE
 
 from trtllm_dflash.config.sampling import SamplingParams
+from trtllm_dflash.runtime.cycle_runner import EngineOptions
 from trtllm_dflash.runtime.llm import LLM
 
 PLAIN = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
@@ -41,23 +42,30 @@ def _load(count: int, params: SamplingParams, seed: int) -> tuple[list[list[int]
 @pytest.mark.fault("out of pages")
 @pytest.mark.parametrize("pair", ["llama-v2", "qwen3-v1"])
 @pytest.mark.parametrize(
-    ("params", "prefix_cache"),
-    [(replace(PLAIN, temperature=1.0, top_p=0.9), True), (PLAIN, False), (replace(EVERYTHING, temperature=0.8), False)],
+    ("params", "prefix_cache", "overlap"),
+    [
+        (replace(PLAIN, temperature=1.0, top_p=0.9), True, True),
+        (PLAIN, False, False),
+        (replace(EVERYTHING, temperature=0.8), False, True),
+    ],
     ids=["sampled", "greedy", "everything"],
 )
 def test_preempted_output_is_the_same(
-    tiny_engines: Callable, tiny_llms: Callable, pair: str, params: SamplingParams, prefix_cache: bool
+    tiny_engines: Callable, tiny_llms: Callable, pair: str, params: SamplingParams, prefix_cache: bool, overlap: bool
 ) -> None:
     """Greedy and sampled; sampled because a resumed request has the anchor, hence the draws, of the last cycle."""
     prompts, each = _load(14, params, seed=3)
     expected = tiny_llms(pair).generate(prompts, each)
-    with LLM(tiny_engines(pair), device="cpu", kv_cache_tokens=32 * 12, prefix_cache=prefix_cache) as llm:
+    options = EngineOptions(overlap=overlap)
+    with LLM(
+        tiny_engines(pair), device="cpu", kv_cache_tokens=32 * 10, prefix_cache=prefix_cache, options=options
+    ) as llm:
         outputs = llm.generate(prompts, each)
         stats = llm.stats()
     assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
     assert [o.text for o in outputs] == [o.text for o in expected]
     assert [o.metrics.accepted_histogram for o in outputs] == [o.metrics.accepted_histogram for o in expected]
-    assert stats.counters["preemptions"] >= 2
+    assert stats.counters["preemptions"] >= 1
     assert sum(o.metrics.preemptions for o in outputs) == stats.counters["preemptions"]
     assert (stats.pages_used, stats.running, stats.waiting) == (0, 0, 0)
     if params.logprobs:
@@ -86,7 +94,8 @@ def test_cancelling_preempted_requests(tiny_engines: Callable, tiny_llms: Callab
     """Cancelled at random moments while pages are scarce; the others' texts are their own, and every page is back."""
     prompts, each = _load(60, replace(PLAIN, temperature=1.0), seed=7)
     draw, streams = random.Random(7), Streams()
-    with LLM(tiny_engines("llama-v2"), device="cpu", kv_cache_tokens=32 * 12) as llm:
+    options = EngineOptions(overlap=True)
+    with LLM(tiny_engines("llama-v2"), device="cpu", kv_cache_tokens=32 * 12, options=options) as llm:
         for number, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
             llm.submit(prompt, params, streams.add, request_id=f"{number}")
         victims = draw.sample(range(60), 30)

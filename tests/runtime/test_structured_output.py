@@ -17,6 +17,7 @@ from tiny_pair import ACTIVE, BOS, EOS, VOCAB_SIZE, byte_id
 from trtllm_dflash.config.sampling import SamplingParams
 from trtllm_dflash.config.structured_output import StructuredOutput
 from trtllm_dflash.errors import RequestError
+from trtllm_dflash.runtime.cycle_runner import EngineOptions
 from trtllm_dflash.runtime.llm import LLM
 from trtllm_dflash.runtime.outputs import OutputChunk
 
@@ -85,6 +86,16 @@ def test_every_sampled_output_is_in_the_grammar(tiny_llms: Callable, form: str) 
     assert sum(output.metrics.accepted_tokens for output in outputs[::2]) > 0
 
 
+def test_grammar_with_overlapped_cycles(tiny_engines: Callable, tiny_llms: Callable) -> None:
+    """Each of its cycles needs the result of the one before; neighbours without a grammar do not."""
+    each = [_with(FORMS["schema"], SamplingParams(temperature=1.0, max_tokens=200, seed=n)) for n in range(6)]
+    each += [SamplingParams(temperature=1.0, max_tokens=60, seed=n, ignore_eos=True) for n in range(6)]
+    expected = tiny_llms("llama-v2").generate(["hello d"] * 12, each)
+    with LLM(tiny_engines("llama-v2"), device="cpu", options=EngineOptions(overlap=True)) as llm:
+        outputs = llm.generate(["hello d"] * 12, each)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+
+
 def test_grammar_that_ends_inside_a_block(tiny_llms: Callable) -> None:
     """The drafter goes on proposing; behind the end only a stop token is possible."""
     likely = "".join(chr(c) for c in b"abcde")
@@ -111,7 +122,7 @@ def test_distribution_is_the_targets_within_the_grammar(tiny_engines: Callable, 
         tiny_pairs("llama-v2").model, prompt, SamplingParams(temperature=1.0, logit_bias=banned), 3, prune=0.0
     )
     exact = {tokens: p for tokens, p in exact.items() if p > 0}
-    count = 6000
+    count = 3000
     params = [
         SamplingParams(temperature=1.0, max_tokens=10, seed=n, structured_output={"regex": "[abc]{3}"})  # type: ignore[arg-type]
         for n in range(count)

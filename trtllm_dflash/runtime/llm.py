@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import secrets
 import threading
@@ -14,12 +15,16 @@ from pathlib import Path
 from typing import Literal
 
 from trtllm_dflash.config.sampling import SamplingParams
-from trtllm_dflash.engine.directory import load_session, open_engine_directory
+from trtllm_dflash.engine.directory import Backend, load_session, open_engine_directory
 from trtllm_dflash.engine.session import EngineSession
+from trtllm_dflash.engine.torch_session import KernelChoice
 from trtllm_dflash.errors import EngineError, RequestError
+from trtllm_dflash.runtime.block_policy import CycleTable
+from trtllm_dflash.runtime.cycle_profile import CycleProfiler
+from trtllm_dflash.runtime.cycle_runner import EngineOptions, expected_graphs
 from trtllm_dflash.runtime.engine import Engine
 from trtllm_dflash.runtime.grammar import GrammarCompiler, GrammarRun
-from trtllm_dflash.runtime.memory import plan_cache_pages
+from trtllm_dflash.runtime.memory import plan_memory
 from trtllm_dflash.runtime.outputs import EngineStats, OutputChunk, RequestOutput, TokenLogprobs
 from trtllm_dflash.runtime.prompting import PROMPT_KINDS, Prompt, PromptEncoder
 from trtllm_dflash.runtime.request import RequestSpec
@@ -32,6 +37,8 @@ from trtllm_dflash.runtime.slots import (
     SamplingMode,
 )
 
+logger = logging.getLogger(__name__)
+
 MAX_PRIORITY = 10
 MAX_SALT_CHARACTERS = 256
 SpeculationMode = Literal["auto", "on", "off"]
@@ -42,13 +49,16 @@ class LLM:
 
     Args:
         engines: directory written by ``trtllm-dflash build``.
-        speculation: ``auto`` speculates when the engine has a drafter, ``on`` insists on one, ``off`` decodes plainly.
+        speculation: ``auto`` speculates when the engine has a drafter, on a GPU with the block size that pays most;
+            ``on`` insists on a drafter and always uses the whole block; ``off`` decodes plainly.
         device: ``cpu`` or ``cuda:N``; None takes the first CUDA GPU or else the CPU.
         block_size: S, up to the engine's; None takes the engine's.
         kv_cache_tokens: tokens of the KV caches; None takes what the limits need, bounded by free memory.
         prefix_cache: prompts that begin alike are computed once, as long as pages last.
         max_queue: waiting requests; one more is refused with ``QueueFullError``. None is unlimited.
         max_tokens_in_flight: tokens that running requests may come to hold together. None is unlimited.
+        kernels: what the torch backend computes with on a GPU: ``auto``, ``plugins`` (insist) or ``torch``.
+        options: how cycles are launched; the defaults are right unless something is being measured.
 
     Raises:
         EngineError, ConfigError, CheckpointError: the directory is missing, damaged or cannot run here.
@@ -62,28 +72,80 @@ class LLM:
         device: str | None = None,
         block_size: int | None = None,
         kv_cache_tokens: int | None = None,
+        kernels: KernelChoice = "auto",
+        options: EngineOptions | None = None,
         prefix_cache: bool = True,
         max_queue: int | None = None,
         max_tokens_in_flight: int | None = None,
     ) -> None:
-        engine_path = Path(engines)
         admission = AdmissionLimits(max_queue=max_queue, max_tokens_in_flight=max_tokens_in_flight)
-        self._session: EngineSession = load_session(engine_path, device=device)
-        limits = self._session.limits
-        self._block_size = _choose_block_size(self._session, speculation, block_size)
-        self._prompts = PromptEncoder(engine_path / "tokenizer", self._session.target_config.vocab_size)
-        self.memory = plan_cache_pages(self._session, kv_cache_tokens)
+        engine_path = Path(engines)
+        session = load_session(engine_path, device=device, kernels=kernels)
+        backend = open_engine_directory(engine_path, verify=False).backend
+        tokenizer = engine_path / "tokenizer"
+        self._start(
+            session, tokenizer, backend, speculation, block_size, kv_cache_tokens, options, prefix_cache, admission
+        )
+
+    @classmethod
+    def of_session(
+        cls,
+        session: EngineSession,
+        tokenizer: str | Path,
+        *,
+        speculation: SpeculationMode = "auto",
+        block_size: int | None = None,
+        kv_cache_tokens: int | None = None,
+        options: EngineOptions | None = None,
+        prefix_cache: bool = True,
+    ) -> LLM:
+        """An LLM on a session that is already there, with the tokenizer of a directory; it then owns the session."""
+        llm = cls.__new__(cls)
+        llm._start(
+            session, Path(tokenizer), "torch", speculation, block_size, kv_cache_tokens, options, prefix_cache, None
+        )
+        return llm
+
+    def _start(
+        self,
+        session: EngineSession,
+        tokenizer: Path,
+        backend: Backend,
+        speculation: SpeculationMode,
+        block_size: int | None,
+        kv_cache_tokens: int | None,
+        options: EngineOptions | None,
+        prefix_cache: bool,
+        admission: AdmissionLimits | None,
+    ) -> None:
+        self._session = session
+        self._block_size = _choose_block_size(session, speculation, block_size)
+        self._prompts = PromptEncoder(tokenizer, session.target_config.vocab_size)
+        options = _resolve_options(options or EngineOptions(), speculation, session)
+        self.memory = plan_memory(
+            session,
+            kv_cache_tokens,
+            block_size=self._block_size,
+            graphs=expected_graphs(session, self._block_size, options),
+        )
+        logger.info("memory plan: %s", self.memory.describe())
         self._engine = Engine(
-            self._session,
+            session,
             self._prompts.backend,
             num_pages=self.memory.num_pages,
             block_size=self._block_size,
+            options=options,
             prefix_cache=prefix_cache,
             limits=admission,
         )
-        self._grammars = GrammarCompiler(self._prompts.tokenizer, self._session.target_config.vocab_size)
-        self.limits = limits
-        self.backend = open_engine_directory(engine_path, verify=False).backend
+        self._grammars = GrammarCompiler(self._prompts.tokenizer, session.target_config.vocab_size)
+        self.limits = session.limits
+        self.backend: Backend = backend
+
+    @property
+    def profiler(self) -> CycleProfiler:
+        """Measures cycles; only while no request is running. It overwrites pages, so cached prefixes are forgotten."""
+        return self._engine.profiler()
 
     @property
     def block_size(self) -> int:
@@ -99,6 +161,11 @@ class LLM:
     def has_chat_template(self) -> bool:
         """Whether chat messages can be prompts."""
         return self._prompts.has_chat_template
+
+    @property
+    def cycle_table(self) -> CycleTable | None:
+        """Measured seconds per cycle that the adaptive block size goes by; None without it."""
+        return self._engine.cycle_table
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of a prompt as :meth:`generate` would use them."""
@@ -309,6 +376,12 @@ class _Collector:
             logprobs=tuple(self._logprobs) if self._spec.params.logprobs is not None else None,
             error=last.error,
         )
+
+
+def _resolve_options(options: EngineOptions, speculation: SpeculationMode, session: EngineSession) -> EngineOptions:
+    if options.adaptive is not None:
+        return options
+    return replace(options, adaptive=speculation == "auto" and session.device.type == "cuda")
 
 
 def _choose_block_size(session: EngineSession, speculation: SpeculationMode, wanted: int | None) -> int:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from trtllm_dflash.engine.session import EngineSession, TargetInputs
-from trtllm_dflash.runtime.cycle import CycleResult, Masks, flat_slots, publish, settle
+from trtllm_dflash.errors import EngineError
+from trtllm_dflash.runtime.cycle import CycleResult, Masks, flat_slots, prepare, publish, settle
 from trtllm_dflash.runtime.request import Request
-from trtllm_dflash.runtime.slots import SamplingMode, SlotState
+from trtllm_dflash.runtime.slots import SamplingMode, SlotState, upload
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,13 @@ class PrefillChunk:
     request: Request
     start: int
     count: int
+
+    @property
+    def slot(self) -> int:
+        """The request's slot; an admitted request has one."""
+        if self.request.slot is None:
+            raise EngineError(f"request {self.request.spec.request_id} has no slot")
+        return self.request.slot
 
     @property
     def completes(self) -> bool:
@@ -58,9 +66,8 @@ def run_prefill(
     device = session.device
     page_tokens = session.limits.page_tokens
     columns = max((chunk.start + chunk.count + page_tokens - 1) // page_tokens for chunk in chunks)
-    slots = torch.tensor([chunk.request.slot for chunk in chunks], dtype=torch.int64, device=device)
-    starts = torch.tensor([chunk.start for chunk in chunks], dtype=torch.int64, device=device)
-    counts = torch.tensor([chunk.count for chunk in chunks], dtype=torch.int64, device=device)
+    facts = [[chunk.slot, chunk.start, chunk.count] for chunk in chunks]
+    slots, starts, counts = upload(facts, torch.int64, device).t().contiguous()
     ends = counts.cumsum(0)
     total = sum(chunk.count for chunk in chunks)
     owner = torch.repeat_interleave(torch.arange(len(chunks), device=device), counts, output_size=total)
@@ -76,14 +83,14 @@ def run_prefill(
     completing = [index for index, chunk in enumerate(chunks) if chunk.completes]
     outputs = session.target(
         TargetInputs(
-            input_ids=torch.tensor(ids, dtype=torch.int64, device=device),
+            input_ids=upload(ids, torch.int64, device),
             positions=positions,
             slots=cache_slots,
             page_table=page_table,
             context_lengths=starts,
             query_starts=torch.nn.functional.pad(ends, (1, 0)),
             # One row at least: the head is never asked for an empty product.
-            logit_rows=(ends - 1)[completing] if completing else ends[-1:] - 1,
+            logit_rows=(ends - 1).index_select(0, upload(completing or [len(chunks) - 1], torch.int64, device)),
             max_query=max(chunk.count for chunk in chunks),
         )
     )
@@ -96,12 +103,11 @@ def run_prefill(
     mode = SamplingMode()
     for request in requests:
         mode |= request.spec.mode
-    rows = state.gather(slots[completing], columns)
-    block_lengths = torch.ones(len(requests), dtype=torch.int64, device=device)
+    rows = prepare(session, state, slots.index_select(0, upload(completing, torch.int64, device)), 1, columns)
     masks = masks_of(requests)
     allowed = None if masks is None else masks(slots.new_empty(len(requests), 0))
-    result = settle(state, rows, mode, outputs.logits.unsqueeze(1), None, block_lengths, allowed)
-    publish(state, rows, result)
+    result = settle(session, state, rows, mode, outputs.logits.unsqueeze(1), None, allowed=allowed)
+    publish(session, state, rows, result, mode)
     _advance(chunks)
     return requests, result
 

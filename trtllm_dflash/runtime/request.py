@@ -45,14 +45,16 @@ class RequestSpec:
 
 @dataclass(eq=False)
 class Request:
-    """Progress of one request. ``context_host`` mirrors the slot's context length (known after each cycle).
+    """Progress of one request.
 
     Attributes:
         slot: while it runs. pages: in order of positions. chain: those of them, the first ones, that are shared
         through the prefix cache. incarnation: how often it was admitted; results of a pass that was launched for an
         earlier one must be dropped.
         prefill_ids: what the prefill computes: the prompt, or after a preemption the prompt and all output but the
-        last token, which is the anchor. prefilled: how many of them are in both caches.
+        last token, which is the anchor. prefilled: how many of their passes were launched.
+        context_host: the slot's context length as far as results were read. in_flight: passes that were launched for
+        this incarnation and not read, each of which emits at least one token unless the request has ended.
         output: tokens emitted. rank: place in the order of service, the smaller the sooner.
     """
 
@@ -71,6 +73,7 @@ class Request:
     prefilled: int = 0
     cached_tokens: int = 0
     context_host: int = 0
+    in_flight: int = 0
     output: list[int] = field(default_factory=list)
     cancelled: bool = False
     is_expired: bool = False
@@ -103,11 +106,6 @@ class Request:
         return len(self.spec.prompt) + self.spec.max_output_tokens
 
     @property
-    def is_prefilling(self) -> bool:
-        """Whether some of ``prefill_ids`` is not computed yet."""
-        return self.prefilled < len(self.prefill_ids)
-
-    @property
     def sequence(self) -> tuple[int, ...]:
         """Prompt and output."""
         return (*self.spec.prompt, *self.output)
@@ -121,7 +119,7 @@ class Request:
         """
         if not self.output:
             return 0
-        return self.prefilled if self.is_prefilling else len(self.spec.prompt) + self.emitted - 1
+        return len(self.spec.prompt) + self.emitted - 1 if self.is_prefilled else self.prefilled
 
     @property
     def is_prepared(self) -> bool:
@@ -136,11 +134,28 @@ class Request:
     def go_back(self) -> None:
         """After a preemption: everything but the last token will be computed again."""
         self.prefilled = 0
+        self.in_flight = 0
         self.prefill_ids = self.sequence[:-1] if self.output else self.spec.prompt
 
     @property
+    def is_prefilled(self) -> bool:
+        """Whether the pass of every token before the next cycle has been launched."""
+        return self.prefilled == len(self.prefill_ids)
+
+    @property
+    def is_reproducible(self) -> bool:
+        """Sampled with a seed of its own: what is drawn then must not depend on block sizes chosen by the clock."""
+        return self.spec.mode.sampled and self.spec.params.seed is not None
+
+    @property
+    def may_emit(self) -> bool:
+        """Whether a cycle may be launched: the passes in flight may leave something to emit, and a grammar's place is
+        known only when they were read."""
+        return self.remaining_host > self.in_flight and (self.grammar is None or self.in_flight == 0)
+
+    @property
     def remaining_host(self) -> int:
-        """Output tokens still allowed."""
+        """Output tokens still allowed, as far as results were read."""
         return self.spec.max_output_tokens - self.emitted
 
     def deliver(

@@ -119,6 +119,17 @@ class Scheduler:
         with self._lock:
             return list(self._waiting)
 
+    def occupancy(self) -> tuple[int, int, int]:
+        """How many wait, run, and how many slots are free."""
+        with self._lock:
+            return len(self._waiting), len(self._running), len(self._free_slots)
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache of pages that nobody reads: their contents are about to change."""
+        with self._lock:
+            if self._cache is not None:
+                self._cache.evict(self._cache.size)
+
     def enqueue(self, request: Request) -> None:
         """Let a request wait for its turn.
 
@@ -357,7 +368,7 @@ class Scheduler:
 
     def _share(self, request: Request) -> None:
         """Let others use the prompt of a running request, once its first token has shown that its K/V are numbers."""
-        if self._cache is None or request.is_shared or not request.emitted or request.is_prefilling:
+        if self._cache is None or request.is_shared or not request.emitted or not request.is_prefilled:
             return
         request.is_shared = True
         full = len(request.prefill_ids) // self._page_tokens
