@@ -23,6 +23,7 @@ from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.checkpoint.convert import convert
 from trtllm_dflash.engine.build import build
 from trtllm_dflash.errors import RequestError
+from trtllm_dflash.runtime.cycle_runner import EngineOptions
 from trtllm_dflash.runtime.outputs import OutputChunk
 from trtllm_dflash.serving.client import TritonHttpError, token_ids
 from trtllm_dflash.serving.repository import deploy
@@ -215,7 +216,9 @@ def _tiny_engines(folder: Path) -> Path:
 @contextmanager
 def _door(engines: Path, folder: Path, *, served: bool) -> Iterator[Door]:
     if not served:
-        with LLM(engines, device="cpu", kv_cache_tokens=KV_CACHE_TOKENS) as llm:
+        # As on a GPU: a cycle is launched before the one before it was read.
+        options = EngineOptions(overlap=True)
+        with LLM(engines, device="cpu", kv_cache_tokens=KV_CACHE_TOKENS, options=options) as llm:
             yield InProcess(llm)
         return
     deploy(engines, folder / "repository", device="cpu")
