@@ -174,6 +174,16 @@ def test_many_requests_with_one_prefix_at_once(tiny_engines: Callable) -> None:
         assert [o.token_ids for o in plain.generate(prompts, GREEDY)] == [o.token_ids for o in outputs]
 
 
+def test_measuring_forgets_what_it_overwrites(tiny_engines: Callable) -> None:
+    with LLM(tiny_engines("llama-v2"), device="cpu") as llm:
+        expected = llm.generate(PREFIX, GREEDY)[0].token_ids
+        assert llm.stats().pages_cached > 0
+        profiler = llm.profiler
+        assert llm.stats().pages_cached == 0
+        profiler.stages(2, 4, context=100, repeats=1)
+        assert llm.generate(PREFIX, GREEDY)[0].token_ids == expected
+
+
 def test_salt_separates(tiny_engines: Callable) -> None:
     with LLM(tiny_engines("llama-v2"), device="cpu") as llm:
         for salt in ("a", "b", None, "a"):
