@@ -308,7 +308,8 @@ def _settled(door: Door) -> dict[str, int]:
     give_up_at = time.monotonic() + 30
     while True:
         stats = door.stats()
-        if stats["running"] + stats["waiting"] == 0 or time.monotonic() > give_up_at:
+        # A server that has just started has had no heartbeat yet, hence no statistics.
+        if stats and (stats["running"] + stats["waiting"] == 0 or time.monotonic() > give_up_at):
             return stats
         time.sleep(0.6)
 
