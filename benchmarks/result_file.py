@@ -59,7 +59,15 @@ def machine() -> str:
 def versions() -> dict[str, str]:
     """Versions of what the figures depend on."""
     found = {"python": platform.python_version()}
-    for package in ("torch", "transformers", "tokenizers", "nvidia-pytriton", "dflash", "tensorrt-rtx-cu13"):
+    for package in (
+        "torch",
+        "transformers",
+        "tokenizers",
+        "xgrammar",
+        "nvidia-pytriton",
+        "dflash",
+        "tensorrt-rtx-cu13",
+    ):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -70,7 +78,9 @@ def versions() -> dict[str, str]:
 def _command() -> str:
     module = getattr(sys.modules["__main__"], "__spec__", None)
     name = module.name if module is not None else Path(sys.argv[0]).name
-    return " ".join(["python -m", name, *sys.argv[1:]])
+    # Where something lies on the machine that measured says nothing to whoever repeats it.
+    arguments = [Path(argument).name if argument.startswith("/") else argument for argument in sys.argv[1:]]
+    return " ".join(["python -m", name, *arguments])
 
 
 def _commit() -> str:
