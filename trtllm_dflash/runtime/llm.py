@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import secrets
 import threading
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
-from numbers import Integral, Real
+from numbers import Integral
 from pathlib import Path
 from typing import Literal
 
@@ -28,19 +27,12 @@ from trtllm_dflash.runtime.memory import plan_memory
 from trtllm_dflash.runtime.outputs import EngineStats, OutputChunk, RequestOutput, TokenLogprobs
 from trtllm_dflash.runtime.prompting import PROMPT_KINDS, Prompt, PromptEncoder
 from trtllm_dflash.runtime.request import RequestSpec
+from trtllm_dflash.runtime.request_limits import check_capacity, checked_deadline, checked_priority, checked_salt
 from trtllm_dflash.runtime.scheduler import AdmissionLimits
-from trtllm_dflash.runtime.slots import (
-    MAX_BAD_WORD_TOKENS,
-    MAX_BAD_WORDS,
-    MAX_BIAS_IDS,
-    MAX_STOP_IDS,
-    SamplingMode,
-)
+from trtllm_dflash.runtime.slots import SamplingMode
 
 logger = logging.getLogger(__name__)
 
-MAX_PRIORITY = 10
-MAX_SALT_CHARACTERS = 256
 SpeculationMode = Literal["auto", "on", "off"]
 
 
@@ -271,9 +263,9 @@ class LLM:
         spec = replace(
             spec,
             request_id=request_id or spec.request_id,
-            priority=_checked_priority(priority),
-            deadline_s=_checked_deadline(deadline_s),
-            salt=_checked_salt(cache_salt),
+            priority=checked_priority(priority),
+            deadline_s=checked_deadline(deadline_s),
+            salt=checked_salt(cache_salt),
         )
         self._engine.submit(spec, on_chunk, self._grammar(spec))
         return spec.request_id
@@ -312,7 +304,7 @@ class LLM:
         target = self._session.target_config
         stop_ids = tuple(dict.fromkeys([*(() if params.ignore_eos else target.eos_token_ids), *params.stop_token_ids]))
         bad_words = self._prompts.bad_word_sequences(params.bad_words)
-        _check_capacity(params, stop_ids, bad_words, target.vocab_size)
+        check_capacity(params, stop_ids, bad_words, target.vocab_size)
         return RequestSpec(
             request_id=uuid.uuid4().hex,
             prompt=ids,
@@ -420,44 +412,3 @@ def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: 
     if len(params) != count:
         raise RequestError("params", f"{len(params)} sampling parameters", f"one, or one per prompt ({count})")
     return list(params)
-
-
-def _checked_priority(value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or abs(int(value)) > MAX_PRIORITY:
-        raise RequestError("priority", value, f"an integer in [-{MAX_PRIORITY}, {MAX_PRIORITY}], larger is sooner")
-    return int(value)
-
-
-def _checked_deadline(value: float | None) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
-        raise RequestError("deadline_s", value, "a finite number of seconds > 0, or None")
-    return float(value)
-
-
-def _checked_salt(value: str | None) -> str | None:
-    if value is not None and (not isinstance(value, str) or not 0 < len(value) <= MAX_SALT_CHARACTERS):
-        raise RequestError("cache_salt", value, f"a text of 1 to {MAX_SALT_CHARACTERS} characters, or None")
-    return value
-
-
-def _check_capacity(
-    params: SamplingParams, stop_ids: Sequence[int], bad_words: Sequence[Sequence[int]], vocab_size: int
-) -> None:
-    """Limits of the slot tensors, and ids within the vocabulary."""
-    if len(stop_ids) > MAX_STOP_IDS:
-        raise RequestError("stop_token_ids", f"{len(stop_ids)} ids", f"at most {MAX_STOP_IDS} ids, EOS included")
-    if len(params.logit_bias) > MAX_BIAS_IDS:
-        raise RequestError("logit_bias", f"{len(params.logit_bias)} ids", f"at most {MAX_BIAS_IDS} ids")
-    if len(bad_words) > MAX_BAD_WORDS:
-        raise RequestError("bad_words", f"{len(bad_words)} token sequences", f"at most {MAX_BAD_WORDS}")
-    for word in bad_words:
-        if len(word) > MAX_BAD_WORD_TOKENS:
-            raise RequestError("bad_words", f"a word of {len(word)} tokens", f"at most {MAX_BAD_WORD_TOKENS} tokens")
-    for field, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
-        for token in ids:
-            if not 0 <= token < vocab_size:
-                raise RequestError(field, token, f"token ids from 0 to {vocab_size - 1}")
-    if params.logprobs is not None and params.logprobs > vocab_size:
-        raise RequestError("logprobs", params.logprobs, f"at most {vocab_size}")
