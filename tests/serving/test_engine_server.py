@@ -14,7 +14,8 @@ import pytest
 from fake_engine_process import LIMITS, CountingEngine, engine_server
 
 from trtllm_dflash.serving import wire
-from trtllm_dflash.serving.engine_server import merge_deltas, without_paths
+from trtllm_dflash.serving.engine_server import merge_deltas
+from trtllm_dflash.serving.path_redaction import without_paths
 
 
 @pytest.fixture

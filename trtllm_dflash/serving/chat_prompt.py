@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -52,12 +53,14 @@ class ChatTemplate:
             if name in self._reserved or not name.isidentifier():
                 raise RequestError("chat_template_kwargs", name, "names of variables that the chat template uses")
         try:
+            values: dict[str, Any] = dict(request.template_values)
+            messages: list[Any] = [dict(message) for message in request.messages]
             text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in request.messages],
+                messages,
                 tools=[dict(tool) for tool in request.tools] or None,
                 add_generation_prompt=True,
                 tokenize=False,
-                **dict(request.template_values),
+                **values,
             )
         except Exception as error:
             # Whatever a template raises for these messages is the messages' fault: raise_exception() or a type error.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,12 +18,12 @@ from trtllm_dflash.runtime.outputs import EngineStats, OutputChunk
 from trtllm_dflash.serving import wire
 from trtllm_dflash.serving.engine_metrics import EngineMetrics
 from trtllm_dflash.serving.log_prob_details import TokenBytes
+from trtllm_dflash.serving.path_redaction import without_paths
 from trtllm_dflash.serving.request_fields import ChatRequest, parse_request
 
 HEARTBEAT_S = 0.5
 MAX_ECHOED_CHARACTERS = 200
 _log = logging.getLogger(__name__)
-_PATH = re.compile(r"(?<![\w.])/(?:[\w.@+-]+/)+[\w.@+-]*")
 
 
 class ChunkCallback(Protocol):
@@ -256,8 +255,3 @@ def merge_deltas(messages: Sequence[wire.Message]) -> list[wire.Message]:
             place[message.id] = len(merged)
         merged.append(message)
     return merged
-
-
-def without_paths(text: str) -> str:
-    """``text`` with absolute file paths taken out: clients must not learn the server's layout."""
-    return _PATH.sub("<path>", text)

@@ -134,6 +134,11 @@ def repository_model(repository: Path) -> str:
     return _identity(repository).string("model_name")
 
 
+def repository_engines(repository: Path) -> Path:
+    """The engine directory that a repository of ours refers to; ``ConfigError`` when it is not one."""
+    return Path(_identity(repository).string("engine_dir"))
+
+
 def repository_facts(repository: Path) -> dict[str, object]:
     """Facts of a model repository for reports, after checking its files and its engine directory against their hashes.
 

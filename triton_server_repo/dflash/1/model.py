@@ -61,6 +61,7 @@ class TritonPythonModel:
         self.pass_on_lock = threading.Lock()
         self.active = {}
         self.events = queue.SimpleQueue()
+        self.draining = False
         self.mean_request_s = 1.0
         self.publisher = MetricPublisher(pb, args["model_name"])
         self.link = EngineLink(
@@ -107,8 +108,10 @@ class TritonPythonModel:
         control = fields.pop("control", [None])[0]
         client_id = request.request_id()
         if control is not None:
-            if control not in ("health", "metrics"):
-                raise Refused("INVALID_ARGUMENT", f"control: got {control!r}, expected 'health' or 'metrics'")
+            if control not in ("health", "metrics", "drain", "abort"):
+                raise Refused("INVALID_ARGUMENT", f"control: got {control!r}, expected health, metrics, drain or abort")
+            if control in ("drain", "abort"):
+                self._drain(abort=control == "abort")
             self.events.put((Active("", "", {}, sender, False), self._health(with_samples=control == "metrics")))
             return
         if fields.pop("stop", [False])[0] is True:
@@ -116,6 +119,8 @@ class TritonPythonModel:
             return
         stream = fields.get("stream", fields.get("streaming", [False]))[0] is True
         active = Active(str(next(self.ids)), client_id, fields, sender, stream)
+        if self.draining:
+            raise Refused("UNAVAILABLE", "the server is shutting down")
         with self.lock:
             slots = self.link.limits["max_batch_size"]
             waiting = len(self.active) - slots
@@ -143,6 +148,14 @@ class TritonPythonModel:
             if self._take(active.id):
                 self._queue_error(active, "INVALID_ARGUMENT", f"request: {error}")
 
+    def _drain(self, *, abort):
+        """Take no new requests; with ``abort`` also end the ones in flight, each with an error."""
+        self.draining = True
+        if abort:
+            for active in self._take_all():
+                self._cancel_in_engine(active.id)
+                self._queue_error(active, "UNAVAILABLE", "the server is shutting down")
+
     def _stop_by_client_id(self, client_id, sender):
         if not client_id:
             raise Refused(
@@ -161,7 +174,7 @@ class TritonPythonModel:
     def _health(self, *, with_samples):
         facts = self.link.facts()
         facts["in_flight"] = len(self.active)
-        facts["max_batch_size"] = self.link.limits.get("max_batch_size", 0)
+        facts["limits"] = self.link.limits
         if with_samples:
             facts["samples"] = self.link.samples
         facts["error"] = without_detail(facts["error"]) if facts["error"] else None
