@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect
 from trtllm_dflash.serving.gateway.answers import Answer, ChatShape, CompletionShape, Shape
 from trtllm_dflash.serving.gateway.api_errors import CLIENT_CLOSED, ApiError, http_error
 from trtllm_dflash.serving.gateway.gateway_metrics import GatewayMetrics
-from trtllm_dflash.serving.gateway.generation import EventStream, answer_when_done
+from trtllm_dflash.serving.gateway.generation import EventStream, answer_when_done, unless_left
 from trtllm_dflash.serving.gateway.replicas import ReplicaPool
 from trtllm_dflash.serving.gateway.schema import ChatBody, CompletionBody, parse_body
 from trtllm_dflash.serving.gateway.settings import MAX_TRITON_BODY_BYTES, GatewaySettings
@@ -111,7 +111,7 @@ class Gateway:
         if not body.stream:
             return await answer_when_done(request, events, on_first=self._first_output(request))
         # The first event first: a refusal then still has its own status.
-        await events.begin()
+        await unless_left(request.receive, events.begin())
         include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         return events.response(
             include_usage=include_usage, on_first=self._first_output(request), on_end=self._end_of_stream(request)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
@@ -17,6 +17,7 @@ from trtllm_dflash.serving.gateway.api_errors import CLIENT_CLOSED, ApiError
 from trtllm_dflash.serving.gateway.replicas import ReplicaPool
 
 Event = tuple[int, dict[str, Any]]
+Result = TypeVar("Result")
 OnEnd = Callable[[Answer, int, ApiError | None], None]
 # More than a client that reads slowly can make us hold, per sequence.
 _QUEUE_EVENTS = 256
@@ -100,6 +101,31 @@ class EventStream:
             raise error
 
 
+async def unless_left(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of ``work``; a client that closes the connection before ends it with ``ApiError`` 499.
+
+    The request's body must have been read: the next message can then only be that the client has gone.
+    """
+
+    async def until_left() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, left = asyncio.create_task(work), asyncio.create_task(until_left())
+    try:
+        await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+    except OSError:  # the client left while we wrote
+        pass
+    finally:
+        for one in (task, left):
+            one.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await one
+    raise ApiError(CLIENT_CLOSED, "the client closed the connection", code="client_closed")
+
+
 async def answer_when_done(request: Request, events: EventStream, *, on_first: Callable[[], None]) -> Response:
     """The whole answer as one document; a client that leaves before ends the generation (status 499)."""
     answer = events.answer
@@ -114,22 +140,9 @@ async def answer_when_done(request: Request, events: EventStream, *, on_first: C
             for index, event in batch:
                 answer.choices[index].add(event)
 
-    async def until_left() -> None:
-        # The body has been read: the next message can only be that the client closed the connection.
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    work, left = asyncio.create_task(gather()), asyncio.create_task(until_left())
     try:
-        await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            raise ApiError(CLIENT_CLOSED, "the client closed the connection", code="client_closed")
-        work.result()
+        await unless_left(request.receive, gather())
     finally:
-        for task in (work, left):
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await task
         await events.close()
     request.state.facts["completion_tokens"] = sum(choice.tokens for choice in answer.choices)
     return JSONResponse(answer.document())
@@ -153,26 +166,12 @@ class _SseResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status, problem = 200, None
-
-        async def until_left() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-
-        work, left = asyncio.create_task(self._write(send)), asyncio.create_task(until_left())
         try:
-            await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                problem = work.result()
-                status = problem.status if problem is not None else 200
-            else:
-                status, problem = CLIENT_CLOSED, ApiError(CLIENT_CLOSED, "the client closed the connection")
-        except OSError:  # the client left while we wrote
-            status, problem = CLIENT_CLOSED, ApiError(CLIENT_CLOSED, "the client closed the connection")
+            problem = await unless_left(receive, self._write(send))
+            status = problem.status if problem is not None else 200
+        except ApiError as error:  # the client left
+            status, problem = error.status, error
         finally:
-            for task in (work, left):
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, Exception):
-                    await task
             await self._events.close()
             self._on_end(self._events.answer, status, problem)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -168,7 +169,7 @@ def parse_body(kind: type[Body], raw: bytes) -> Body:
     try:
         body = kind.model_validate_json(raw)
     except ValidationError as error:
-        raise _readable(error.errors(include_url=False)) from None
+        raise _readable(error.errors(include_url=False), raw) from None
     for name, (neutral, reason) in _NEUTRAL.items():
         value = getattr(body, name, None)
         # bool is an int in Python: 0 must not pass for False, nor 1 for True.
@@ -213,34 +214,36 @@ def _invalid(param: str, expected: str) -> ApiError:
     return ApiError(400, f"{param}: expected {expected}", param=param, code="invalid_value")
 
 
-def _readable(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """One error for the client. For a union the first member's complaint stands for all of them."""
-    first = errors[0]
-    names = [str(part) for part in first["loc"] if not _is_union_member(str(part))]
-    param = ".".join(names) or None
-    kind, message = str(first["type"]), str(first["msg"])
-    if kind == "json_invalid":
+def _readable(errors: Sequence[Mapping[str, Any]], raw: bytes) -> ApiError:
+    """One error for the client: of a union's complaints the one that went deepest into the value."""
+    if errors[0]["type"] == "json_invalid":
         return ApiError(400, "the body is not valid JSON", code="invalid_json")
+    document = json.loads(raw)
+    located = [(_path_in(document, error["loc"]), error) for error in errors]
+    names, worst = max(located, key=lambda pair: len(pair[0]))
+    param = ".".join(map(str, names))[:200]
+    kind, message = str(worst["type"]), str(worst["msg"])
     if kind == "extra_forbidden":
-        name = names[-1] if names else "?"
-        return ApiError(
-            400,
-            f"{name[:100]}: this parameter is not supported",
-            param=(param or "")[:200],
-            code="unsupported_parameter",
-        )
+        text = f"{param}: this parameter is not supported"
+        return ApiError(400, text, param=param, code="unsupported_parameter")
     if kind == "missing":
         return ApiError(400, f"{param}: this parameter is required", param=param, code="missing_required_parameter")
-    value = repr(first.get("input"))
+    value = repr(worst.get("input"))
     shown = value if len(value) <= 100 else f"{value[:100]}…"
-    return ApiError(
-        400,
-        f"{(param or 'body')[:200]}: {message[0].lower()}{message[1:]}, got {shown}",
-        param=param and param[:200],
-        code="invalid_value",
-    )
+    text = f"{param or 'body'}: {message[0].lower()}{message[1:]}, got {shown}"
+    return ApiError(400, text, param=param or None, code="invalid_value")
 
 
-def _is_union_member(part: str) -> bool:
-    """Whether a part of an error's location is pydantic's name of a union's member, not a name in the body."""
-    return part in ("str", "int", "float", "bool", "[key]") or "[" in part or part.startswith("function-")
+def _path_in(document: Any, location: Sequence[str | int]) -> list[str | int]:
+    """The parts of pydantic's location that are in the body; the others name the members of a union."""
+    path: list[str | int] = []
+    for index, part in enumerate(location):
+        inside = (isinstance(document, dict) and part in document) or (
+            isinstance(document, list) and isinstance(part, int) and part < len(document)
+        )
+        if inside:
+            document = document[part]
+            path.append(part)
+        elif index == len(location) - 1 and isinstance(document, dict) and part != "[key]":
+            path.append(part)  # a field that is missing
+    return path
