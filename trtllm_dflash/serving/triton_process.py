@@ -187,7 +187,7 @@ def _guard_of(group: int) -> subprocess.Popen[bytes]:
     It holds one end of a pipe whose other end only we have. A parent-death signal would be simpler, but it follows the
     thread that started the server, not the process.
     """
-    script = "cat; kill -TERM -- -$0; sleep 8; kill -KILL -- -$0"
+    script = "cat; kill -s TERM -- -$0; sleep 8; kill -s KILL -- -$0"
     return subprocess.Popen(
         ["/bin/sh", "-c", script, str(group)],
         stdin=subprocess.PIPE,
