@@ -64,6 +64,7 @@ class CountingEngine:
         request_id: str | None = None,
         priority: int = 0,
         deadline_s: float | None = None,
+        cache_salt: str | None = None,
     ) -> str:
         tokens = len(prompt.split()) if isinstance(prompt, str) else len(prompt)
         if tokens + 1 > LIMITS.max_seq_len:
@@ -137,7 +138,8 @@ class CountingEngine:
                 token_ids=tuple(tokens),
                 logprobs=log_probs,
                 finish_reason=reason,  # type: ignore[arg-type]
-                error="the deadline of the request has passed" if late else None,
+                error="deadline_s: the deadline of the request has passed" if late else None,
+                error_kind="deadline" if late else None,
                 metrics=metrics if reason else None,
             )
         )

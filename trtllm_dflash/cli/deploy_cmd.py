@@ -19,10 +19,20 @@ import click
     "--max-queue", default=256, show_default=True, type=int, help="Requests that may wait; one more is refused."
 )
 @click.option("--device", default=None, help="cpu or cuda:N; default: the first GPU, else the CPU.")
+@click.option(
+    "--prefix-cache/--no-prefix-cache", default=True, show_default=True, help="Compute prompts that begin alike once."
+)
 @click.option("--force", is_flag=True, help="Replace an existing model repository.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def deploy(
-    engines: Path, output: Path, model_name: str, max_queue: int, device: str | None, force: bool, as_json: bool
+    engines: Path,
+    output: Path,
+    model_name: str,
+    max_queue: int,
+    device: str | None,
+    prefix_cache: bool,
+    force: bool,
+    as_json: bool,
 ) -> None:
     """Write a Triton model repository that serves an engine directory.
 
@@ -33,7 +43,15 @@ def deploy(
     """
     from trtllm_dflash.serving import repository
 
-    report = repository.deploy(engines, output, model_name=model_name, max_queue=max_queue, device=device, force=force)
+    report = repository.deploy(
+        engines,
+        output,
+        model_name=model_name,
+        max_queue=max_queue,
+        device=device,
+        prefix_cache=prefix_cache,
+        force=force,
+    )
     limits = dataclasses.asdict(report.facts.limits)
     if as_json:
         facts = {

@@ -6,6 +6,7 @@ same function can be captured. State changes only in :func:`publish`, so a cycle
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,12 +14,16 @@ from torch import Tensor
 
 from trtllm_dflash.engine.session import DraftInputs, DraftOutputs, EngineSession, TargetInputs, TargetOutputs
 from trtllm_dflash.runtime.acceptance import Accepted, accept
-from trtllm_dflash.runtime.logit_processing import process_logits
+from trtllm_dflash.runtime.logit_processing import process_logits, restrict
 from trtllm_dflash.runtime.random_streams import WALK_WORD, uniforms
 from trtllm_dflash.runtime.slots import SamplingMode, SlotRows, SlotState
 
 RUNNING, STOPPED, OUT_OF_LENGTH, FAULTY = 0, 1, 2, 3
 """Values of ``CycleResult.status``."""
+
+
+Masks = Callable[[Tensor], Tensor]
+"""Drafts ``[B, S-1]`` to the tokens allowed in each row, ``[B, S, V]`` bool. It reads the drafts on the host."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +47,25 @@ class CycleResult:
 
 
 def draft_verify_cycle(
-    session: EngineSession, state: SlotState, slots: Tensor, block_size: int, page_columns: int, mode: SamplingMode
+    session: EngineSession,
+    state: SlotState,
+    slots: Tensor,
+    block_size: int,
+    page_columns: int,
+    mode: SamplingMode,
+    masks: Masks | None = None,
 ) -> CycleResult:
     """One cycle for the running ``slots [B]``. ``block_size`` 1 is plain decoding in the same machinery.
 
-    ``page_columns`` is a host-known bound of the pages any request of the batch touches.
+    ``page_columns`` is a host-known bound of the pages any request of the batch touches. ``masks`` is given when a
+    request of the batch has a grammar (``mode.grammar``).
     """
     rows, block_lengths = prepare(state, slots, block_size, page_columns)
     draft = draft_and_select(session, rows, block_lengths, block_size, mode)
     verified = verify(session, rows, draft, block_lengths, block_size)
     logits = verified.logits.view(slots.shape[0], block_size, -1)
-    result = settle(state, rows, mode, logits, draft, block_lengths)
+    allowed = None if masks is None else masks(_drafts(rows, draft))
+    result = settle(state, rows, mode, logits, draft, block_lengths, allowed)
     inject(session, rows, verified.features, result.produced, block_size)
     publish(state, rows, result)
     return result
@@ -112,10 +125,15 @@ def settle(
     logits: Tensor,
     draft: DraftOutputs | None,
     block_lengths: Tensor,
+    allowed: Tensor | None = None,
 ) -> CycleResult:
-    """Accept drafts and cut the result at stop ids and limits. ``logits [B, S, V]`` are the target's own."""
-    drafts = rows.slots.new_empty(rows.slots.shape[0], 0) if draft is None else draft.draft_tokens
-    processed = process_logits(state, rows, mode, logits, drafts)
+    """Accept drafts and cut the result at stop ids and limits.
+
+    ``logits [B, S, V]`` are the target's own; ``allowed [B, S, V]`` bool are the tokens a grammar allows.
+    """
+    processed = process_logits(state, rows, mode, logits, _drafts(rows, draft))
+    if allowed is not None:
+        processed = restrict(processed, logits, allowed)
     accepted = accept(rows, mode, processed, draft, block_lengths)
     produced, status = _cut(rows, accepted)
     if mode.logprobs is None:
@@ -158,6 +176,10 @@ def flat_slots(session: EngineSession, page_table: Tensor, positions: Tensor, ex
     columns = (positions // page_tokens).clamp_max(page_table.shape[1] - 1)
     slots = page_table.gather(1, columns) * page_tokens + positions % page_tokens
     return torch.where(exists, slots, -1)
+
+
+def _drafts(rows: SlotRows, draft: DraftOutputs | None) -> Tensor:
+    return rows.slots.new_empty(rows.slots.shape[0], 0) if draft is None else draft.draft_tokens
 
 
 def _cut(rows: SlotRows, accepted: Accepted) -> tuple[Tensor, Tensor]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import threading
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
-from numbers import Integral
+from dataclasses import replace
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Literal
 
@@ -16,10 +18,12 @@ from trtllm_dflash.engine.directory import load_session, open_engine_directory
 from trtllm_dflash.engine.session import EngineSession
 from trtllm_dflash.errors import EngineError, RequestError
 from trtllm_dflash.runtime.engine import Engine
+from trtllm_dflash.runtime.grammar import GrammarCompiler, GrammarRun
 from trtllm_dflash.runtime.memory import plan_cache_pages
 from trtllm_dflash.runtime.outputs import EngineStats, OutputChunk, RequestOutput, TokenLogprobs
 from trtllm_dflash.runtime.prompting import PROMPT_KINDS, Prompt, PromptEncoder
 from trtllm_dflash.runtime.request import RequestSpec
+from trtllm_dflash.runtime.scheduler import AdmissionLimits
 from trtllm_dflash.runtime.slots import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -28,6 +32,8 @@ from trtllm_dflash.runtime.slots import (
     SamplingMode,
 )
 
+MAX_PRIORITY = 10
+MAX_SALT_CHARACTERS = 256
 SpeculationMode = Literal["auto", "on", "off"]
 
 
@@ -40,6 +46,9 @@ class LLM:
         device: ``cpu`` or ``cuda:N``; None takes the first CUDA GPU or else the CPU.
         block_size: S, up to the engine's; None takes the engine's.
         kv_cache_tokens: tokens of the KV caches; None takes what the limits need, bounded by free memory.
+        prefix_cache: prompts that begin alike are computed once, as long as pages last.
+        max_queue: waiting requests; one more is refused with ``QueueFullError``. None is unlimited.
+        max_tokens_in_flight: tokens that running requests may come to hold together. None is unlimited.
 
     Raises:
         EngineError, ConfigError, CheckpointError: the directory is missing, damaged or cannot run here.
@@ -53,8 +62,12 @@ class LLM:
         device: str | None = None,
         block_size: int | None = None,
         kv_cache_tokens: int | None = None,
+        prefix_cache: bool = True,
+        max_queue: int | None = None,
+        max_tokens_in_flight: int | None = None,
     ) -> None:
         engine_path = Path(engines)
+        admission = AdmissionLimits(max_queue=max_queue, max_tokens_in_flight=max_tokens_in_flight)
         self._session: EngineSession = load_session(engine_path, device=device)
         limits = self._session.limits
         self._block_size = _choose_block_size(self._session, speculation, block_size)
@@ -65,7 +78,10 @@ class LLM:
             self._prompts.backend,
             num_pages=self.memory.num_pages,
             block_size=self._block_size,
+            prefix_cache=prefix_cache,
+            limits=admission,
         )
+        self._grammars = GrammarCompiler(self._prompts.tokenizer, self._session.target_config.vocab_size)
         self.limits = limits
         self.backend = open_engine_directory(engine_path, verify=False).backend
 
@@ -111,12 +127,13 @@ class LLM:
         """
         several = _as_prompts(prompts)
         each = _as_params(params, len(several))
-        specs = [self._spec(prompt, one, None) for prompt, one in zip(several, each, strict=True)]
+        specs = [self._spec(prompt, one) for prompt, one in zip(several, each, strict=True)]
+        grammars = [self._grammar(spec) for spec in specs]
         collectors = [_Collector(index, spec, on_chunk) for index, spec in enumerate(specs)]
         submitted: list[str] = []
         try:
-            for spec, collector in zip(specs, collectors, strict=True):
-                self._engine.submit(spec, collector.add)
+            for spec, grammar, collector in zip(specs, grammars, collectors, strict=True):
+                self._engine.submit(spec, collector.add, grammar)
                 submitted.append(spec.request_id)
             return [collector.wait() for collector in collectors]
         except BaseException:
@@ -124,8 +141,16 @@ class LLM:
                 self._engine.cancel(request_id)
             raise
 
-    async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[OutputChunk]:
-        """Chunks of one request as they appear; leaving the iterator cancels the request."""
+    async def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[OutputChunk]:
+        """Chunks of one request as they appear; leaving the iterator cancels the request. Options as in ``submit``."""
         loop = asyncio.get_running_loop()
         chunks: asyncio.Queue[OutputChunk] = asyncio.Queue()
 
@@ -136,7 +161,14 @@ class LLM:
                 # The event loop is closed: nobody is left to read.
                 self.cancel(chunk.request_id)
 
-        request_id = self.submit(prompt, params or SamplingParams(), deliver)
+        request_id = self.submit(
+            prompt,
+            params or SamplingParams(),
+            deliver,
+            priority=priority,
+            deadline_s=deadline_s,
+            cache_salt=cache_salt,
+        )
         try:
             while True:
                 chunk = await chunks.get()
@@ -153,16 +185,30 @@ class LLM:
         on_chunk: Callable[[OutputChunk], None],
         *,
         request_id: str | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        cache_salt: str | None = None,
     ) -> str:
         """Queue a request and return its id at once.
 
-        ``on_chunk`` runs on the engine thread; it must be quick and not raise.
+        Args:
+            on_chunk: runs on the engine thread; it must be quick and not raise.
+            priority: -10 to 10, larger is sooner: one more is worth ten seconds of waiting, so nobody starves.
+            deadline_s: seconds from now; a request that is not finished then ends with reason ``error``.
+            cache_salt: only requests of the same salt share cached prefixes with this one.
 
         Raises:
-            RequestError: invalid prompt or parameters; nothing was queued.
+            RequestError: invalid prompt or parameters. QueueFullError: too many wait. Nothing was queued.
         """
-        spec = self._spec(prompt, params, request_id)
-        self._engine.submit(spec, on_chunk)
+        spec = self._spec(prompt, params)
+        spec = replace(
+            spec,
+            request_id=request_id or spec.request_id,
+            priority=_checked_priority(priority),
+            deadline_s=_checked_deadline(deadline_s),
+            salt=_checked_salt(cache_salt),
+        )
+        self._engine.submit(spec, on_chunk, self._grammar(spec))
         return spec.request_id
 
     def cancel(self, request_id: str) -> None:
@@ -175,6 +221,7 @@ class LLM:
 
     def close(self) -> None:
         """Stop the engine; unfinished requests end as cancelled."""
+        self._grammars.close()
         self._engine.close()
 
     def __enter__(self) -> LLM:
@@ -183,7 +230,7 @@ class LLM:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _spec(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> RequestSpec:
+    def _spec(self, prompt: Prompt, params: SamplingParams) -> RequestSpec:
         ids = self._prompts.encode(prompt)
         limit = self._session.limits.max_seq_len
         if len(ids) + 1 > limit:
@@ -200,7 +247,7 @@ class LLM:
         bad_words = self._prompts.bad_word_sequences(params.bad_words)
         _check_capacity(params, stop_ids, bad_words, target.vocab_size)
         return RequestSpec(
-            request_id=request_id or uuid.uuid4().hex,
+            request_id=uuid.uuid4().hex,
             prompt=ids,
             params=params,
             mode=SamplingMode.of(params),
@@ -209,6 +256,10 @@ class LLM:
             bad_words=bad_words,
             seed=secrets.randbits(64) if params.seed is None else params.seed,
         )
+
+    def _grammar(self, spec: RequestSpec) -> GrammarRun | None:
+        wanted = spec.params.structured_output
+        return None if wanted is None else self._grammars.start(wanted, spec.stop_ids, self._engine.wake)
 
 
 class _Collector:
@@ -296,6 +347,26 @@ def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: 
     if len(params) != count:
         raise RequestError("params", f"{len(params)} sampling parameters", f"one, or one per prompt ({count})")
     return list(params)
+
+
+def _checked_priority(value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral) or abs(int(value)) > MAX_PRIORITY:
+        raise RequestError("priority", value, f"an integer in [-{MAX_PRIORITY}, {MAX_PRIORITY}], larger is sooner")
+    return int(value)
+
+
+def _checked_deadline(value: float | None) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
+        raise RequestError("deadline_s", value, "a finite number of seconds > 0, or None")
+    return float(value)
+
+
+def _checked_salt(value: str | None) -> str | None:
+    if value is not None and (not isinstance(value, str) or not 0 < len(value) <= MAX_SALT_CHARACTERS):
+        raise RequestError("cache_salt", value, f"a text of 1 to {MAX_SALT_CHARACTERS} characters, or None")
+    return value
 
 
 def _check_capacity(

@@ -43,6 +43,7 @@ class SamplingMode:
     bad_words: bool = False
     min_tokens: bool = False
     logprobs: int | None = None
+    grammar: bool = False
 
     def __or__(self, other: SamplingMode) -> SamplingMode:
         wanted = [n for n in (self.logprobs, other.logprobs) if n is not None]
@@ -55,6 +56,7 @@ class SamplingMode:
             self.bad_words or other.bad_words,
             self.min_tokens or other.min_tokens,
             max(wanted) if wanted else None,
+            self.grammar or other.grammar,
         )
 
     @staticmethod
@@ -70,6 +72,7 @@ class SamplingMode:
             bad_words=bool(params.bad_words),
             min_tokens=params.min_tokens > 0,
             logprobs=params.logprobs,
+            grammar=params.structured_output is not None,
         )
 
 
@@ -163,16 +166,21 @@ class SlotState:
         stop_ids: Sequence[int],
         bad_words: Sequence[Sequence[int]],
         pages: Sequence[int],
+        output: Sequence[int] = (),
     ) -> None:
-        """Fill ``slot`` for a new request; nothing of the previous one remains. ``seed`` is any 64-bit pattern."""
+        """Fill ``slot`` for a request; nothing of the previous one remains. ``seed`` is any 64-bit pattern.
+
+        ``output`` is what a request that goes on after a preemption had emitted: its next cycle starts from there.
+        """
         device = self.device
-        self.anchors[slot] = prompt[-1]
+        sequence = [*prompt, *output]
+        self.anchors[slot] = sequence[-1]
         # The last prompt token plays the anchor of the first (draftless) acceptance.
-        self.context_lengths[slot] = len(prompt) - 1
-        self.remaining[slot] = max_output_tokens
-        self.generated[slot] = 0
+        self.context_lengths[slot] = len(sequence) - 1
+        self.remaining[slot] = max_output_tokens - len(output)
+        self.generated[slot] = len(output)
         self.page_table[slot].fill_(self.scratch_page)
-        self.page_table[slot, : len(pages)] = torch.tensor(list(pages), dtype=torch.int64, device=device)
+        self.set_pages(slot, pages)
         self.seeds[slot] = seed - (1 << 64) if seed >= 1 << 63 else seed
         self.temperatures[slot] = 0.0 if params.is_greedy else min(params.temperature, _LARGE)
         self.top_k[slot] = min(params.top_k, self.output_counts.shape[1])
@@ -186,11 +194,18 @@ class SlotState:
         self.stop_ids[slot, : len(stop_ids)] = torch.tensor(list(stop_ids), dtype=torch.int64, device=device)
         self._start_bias(slot, params)
         self._start_bad_words(slot, bad_words)
-        ids = torch.tensor(list(prompt), dtype=torch.int64, device=device)
-        self.history[slot, : len(prompt)] = ids
+        ids = torch.tensor(sequence, dtype=torch.int64, device=device)
+        self.history[slot, : len(sequence)] = ids
         self.output_counts[slot].zero_()
+        if output:
+            counted = torch.bincount(ids[len(prompt) :], minlength=self.output_counts.shape[1])
+            self.output_counts[slot] = counted.to(self.output_counts.dtype)
         self.prompt_seen[slot].zero_()
-        self.prompt_seen[slot, ids] = True
+        self.prompt_seen[slot, ids[: len(prompt)]] = True
+
+    def set_pages(self, slot: int, pages: Sequence[int]) -> None:
+        """The pages of a request that starts or has grown, from its first position on."""
+        self.page_table[slot, : len(pages)] = torch.tensor(list(pages), dtype=torch.int64, device=self.device)
 
     def gather(self, slots: Tensor, page_columns: int) -> SlotRows:
         """Rows of ``slots [B]``; the page table is cut to ``page_columns``, a host-known bound."""

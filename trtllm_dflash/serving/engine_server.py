@@ -9,11 +9,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Protocol
 
 from trtllm_dflash.config.pairing import BuildLimits
 from trtllm_dflash.config.sampling import SamplingParams
-from trtllm_dflash.errors import RequestError
+from trtllm_dflash.errors import QueueFullError, RequestError
 from trtllm_dflash.runtime.outputs import EngineStats, OutputChunk
 from trtllm_dflash.serving import wire
 from trtllm_dflash.serving.engine_metrics import EngineMetrics
@@ -23,7 +23,18 @@ from trtllm_dflash.serving.request_fields import ChatRequest, parse_request
 
 HEARTBEAT_S = 0.5
 MAX_ECHOED_CHARACTERS = 200
+_DRAIN_POLL_S = 0.02
+_FLUSH_S = 5.0
 _log = logging.getLogger(__name__)
+_CODES: dict[str | None, str] = {"deadline": "DEADLINE_EXCEEDED", "request": "INVALID_ARGUMENT"}
+# The runtime's names of fields → the inputs that they came from.
+_INPUT_NAMES = {
+    "prompt": "text_input",
+    "stop": "stop_words",
+    "logprobs": "return_log_probs",
+    "structured_output": "guided_decoding_guide",
+}
+_SHUTTING_DOWN = "the engine is shutting down; send the request again"
 
 
 class ChunkCallback(Protocol):
@@ -42,6 +53,7 @@ class Engine(Protocol):
         request_id: str | None = None,
         priority: int = 0,
         deadline_s: float | None = None,
+        cache_salt: str | None = None,
     ) -> str: ...
 
     def cancel(self, request_id: str) -> None: ...
@@ -87,11 +99,14 @@ class EngineServer:
         self._outgoing: queue.SimpleQueue[wire.Message | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._progressed_at = time.monotonic()
+        self._draining = threading.Event()
+        self._cut = threading.Event()
+        self._writer = threading.Thread(target=self._write, name="wire-writer", daemon=True)
 
     def run(self) -> None:
         """Serve until the proxy closes the connection or asks for shutdown."""
         threads = [
-            threading.Thread(target=self._write, name="wire-writer", daemon=True),
+            self._writer,
             threading.Thread(target=self._beat, name="heartbeat", daemon=True),
         ]
         self._outgoing.put(wire.Ready(wire.PROTOCOL_VERSION, os.getpid(), asdict(self._limits)))
@@ -109,7 +124,28 @@ class EngineServer:
             self._closed.set()
             self._outgoing.put(None)
 
+    def drain(self, deadline_s: float) -> None:
+        """Refuse new requests, let the others finish for ``deadline_s`` seconds, fail the rest, and end ``run``.
+
+        Every request gets its last message before the connection closes.
+        """
+        _log.info("draining: new requests are refused, running ones have %g s", deadline_s)
+        self._draining.set()
+        give_up_at = time.monotonic() + deadline_s
+        while (stats := self._engine.stats()).running + stats.waiting and time.monotonic() < give_up_at:
+            time.sleep(_DRAIN_POLL_S)
+        self._cut.set()
+        # What is unfinished ends now, as cancelled, which `_on_chunk` reports as an error.
+        self._engine.close()
+        self._closed.set()
+        self._outgoing.put(None)
+        self._writer.join(timeout=_FLUSH_S)
+        self._connection.close()
+
     def _submit(self, message: wire.Generate) -> None:
+        if self._draining.is_set():
+            self._refuse(message, "UNAVAILABLE", _SHUTTING_DOWN)
+            return
         try:
             request = parse_request(message.fields, eos_token_ids=self._eos_token_ids, vocab_size=self._vocab_size)
             prompt = request.prompt
@@ -118,17 +154,22 @@ class EngineServer:
             self._known[message.id] = (message.client_id, request.log_prob_details)
             if request.echo:
                 self._outgoing.put(wire.Delta(message.id, text=request.echo))
-            options: dict[str, Any] = {}
-            if request.priority:
-                options["priority"] = request.priority
-            if request.deadline_s is not None:
-                options["deadline_s"] = request.deadline_s
-            self._engine.submit(prompt, request.params, self._on_chunk, request_id=message.id, **options)
+            self._engine.submit(
+                prompt,
+                request.params,
+                self._on_chunk,
+                request_id=message.id,
+                priority=request.priority,
+                deadline_s=request.deadline_s,
+                cache_salt=request.cache_salt,
+            )
         except RequestError as error:
             self._refuse(message, "INVALID_ARGUMENT", _in_tensor_names(error))
+        except QueueFullError as error:
+            self._refuse(message, "UNAVAILABLE", error.message)
         except Exception as error:
-            if getattr(error, "retry_after_s", None) is not None:  # the engine's queue is full, and it says until when
-                self._refuse(message, "UNAVAILABLE", str(error))
+            if self._draining.is_set():
+                self._refuse(message, "UNAVAILABLE", _SHUTTING_DOWN)
                 return
             _log.exception("request %s could not be queued", message.id)
             reason = f"the engine could not queue this request ({type(error).__name__}); see the server's log"
@@ -140,23 +181,26 @@ class EngineServer:
         self._outgoing.put(wire.Failed(message.id, code, reason))
         _log.info("request %s refused: %s: %s", message.client_id or message.id, code, reason)
 
+    def _fail(self, request_id: str, code: str, reason: str) -> None:
+        self._metrics.failed(request_id, code)
+        self._outgoing.put(wire.Failed(request_id, code, reason))
+
     def _on_chunk(self, chunk: OutputChunk) -> None:
         """On the engine thread: note, convert, queue; never write."""
         self._progressed_at = time.monotonic()
         client_id, wants_details = self._known.get(chunk.request_id, ("", False))
         if chunk.finish_reason is not None:
             self._known.pop(chunk.request_id, None)
-            _log.info(
-                "request %s ended",
-                client_id or chunk.request_id,
-                extra={"request": _log_facts(client_id or chunk.request_id, chunk)},
-            )
+            name = client_id or chunk.request_id
+            _log.info("request %s ended", name, extra={"request": _log_facts(name, chunk)})
         if chunk.finish_reason == "error":
             _log.error("request %s failed: %s", client_id or chunk.request_id, chunk.error)
             reason = without_paths(chunk.error or "the engine failed on this request; see the server's log")
-            code = "DEADLINE_EXCEEDED" if "deadline" in reason else "INTERNAL"
-            self._metrics.failed(chunk.request_id, code)
-            self._outgoing.put(wire.Failed(chunk.request_id, code, reason))
+            code = _CODES.get(chunk.error_kind, "INTERNAL")
+            self._fail(chunk.request_id, code, reason)
+            return
+        if chunk.finish_reason == "cancelled" and self._cut.is_set():
+            self._fail(chunk.request_id, "UNAVAILABLE", _SHUTTING_DOWN)
             return
         self._metrics.delivered(chunk)
         metrics: dict[str, object] = {}
@@ -208,7 +252,7 @@ class EngineServer:
 
 def _in_tensor_names(error: RequestError) -> str:
     """The error's text with the field called as the client knows it."""
-    field = {"prompt": "text_input", "stop": "stop_words", "logprobs": "return_log_probs"}.get(error.field, error.field)
+    field = _INPUT_NAMES.get(error.field, error.field)
     value = repr(error.value)
     if len(value) > MAX_ECHOED_CHARACTERS:
         value = f"{value[:MAX_ECHOED_CHARACTERS]}… ({len(value)} characters)"

@@ -61,6 +61,7 @@ def deploy(
     model_name: str = "dflash",
     max_queue: int = DEFAULT_MAX_QUEUE,
     device: str | None = None,
+    prefix_cache: bool = True,
     force: bool = False,
 ) -> DeployReport:
     """Write a model repository that serves ``engines``.
@@ -71,7 +72,8 @@ def deploy(
     Args:
         engines: engine directory, from ``build``. output: the repository to write, atomically.
         model_name: Triton's name of the model. max_queue: requests that may wait; one more is refused.
-        device: as ``LLM``'s; None leaves the choice to the engine. force: replace an existing repository.
+        device, prefix_cache: as ``LLM``'s; device None leaves the choice to the engine.
+        force: replace an existing repository.
 
     Raises:
         ConfigError: ``engines`` is not an engine directory, or an argument is out of range.
@@ -87,6 +89,9 @@ def deploy(
     facts = read_engine_facts(engines)
     command = [sys.executable, "-m", "trtllm_dflash.serving.engine_process", "--engines", str(engines)]
     command += ["--config-sha256", facts.config_sha256]
+    command += ["--max-queue", str(max_queue)]
+    if not prefix_cache:
+        command += ["--no-prefix-cache"]
     if device:
         command += ["--device", device]
     values = {

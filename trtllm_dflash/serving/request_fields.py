@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from trtllm_dflash.config.sampling import SamplingParams
+from trtllm_dflash.config.structured_output import StructuredOutput
 from trtllm_dflash.errors import RequestError
 
 Fields = Mapping[str, Sequence[object]]
@@ -61,6 +62,7 @@ INPUTS: dict[str, tuple[str, str]] = {
     "include_stop_in_output": ("BOOL", "1"),
     "priority": ("INT32", "1"),
     "deadline_s": ("FP32", "1"),
+    "cache_salt": ("STRING", "1"),
     # Answered by the proxy: stop the request of the same request id; facts for the supervisor.
     "stop": ("BOOL", "1"),
     "control": ("STRING", "1"),
@@ -106,12 +108,18 @@ _NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     "prompt_vocab_size": ((0,), "0 (prompt tuning is not supported)"),
 }
 
+# TensorRT-LLM's guide types, lower case as its Triton backend takes them → ours.
+_GUIDES: dict[str, str] = {
+    "json": "json_object",
+    "json_schema": "json_schema",
+    "regex": "regex",
+    "ebnf_grammar": "grammar",
+}
+
 # Facts that are always in the last response, so that asking for them changes nothing.
 _ALWAYS_GIVEN = ("return_finish_reason", "return_perf_metrics", "sampling_param_return_perf_metrics")
 
 _UNSUPPORTED: dict[str, str] = {
-    "guided_decoding_guide_type": "no value: guided decoding is not supported yet",
-    "guided_decoding_guide": "no value: guided decoding is not supported yet",
     "embedding_bias_words": "no value: embedding bias is not supported; use bad_words to ban words",
     "embedding_bias_weights": "no value: embedding bias is not supported; use bad_words to ban words",
     "image_url": "no value: images are not supported",
@@ -142,6 +150,7 @@ class ServingRequest:
         log_probs: the client wants log probabilities; log_prob_details: with the text of each token and alternatives.
         echo: text to put before the output (``exclude_input_in_output`` false), else empty.
         priority: higher runs first. deadline_s: seconds after arrival at which it ends with an error, or None.
+        cache_salt: only requests of the same salt share cached prefixes.
     """
 
     prompt: str | list[int] | ChatRequest
@@ -152,6 +161,7 @@ class ServingRequest:
     log_prob_details: bool = False
     priority: int = 0
     deadline_s: float | None = None
+    cache_salt: str | None = None
 
 
 def parse_request(fields: Fields, *, eos_token_ids: Sequence[int], vocab_size: int) -> ServingRequest:
@@ -201,6 +211,7 @@ def parse_request(fields: Fields, *, eos_token_ids: Sequence[int], vocab_size: i
         details = False
     else:
         details = top_log_probs is not None
+    cache_salt = reader.optional("cache_salt", str)
     params = _sampling(reader, eos_token_ids, vocab_size, top_log_probs)
     reader.finish()
     return ServingRequest(
@@ -212,6 +223,7 @@ def parse_request(fields: Fields, *, eos_token_ids: Sequence[int], vocab_size: i
         log_prob_details=details,
         priority=priority,
         deadline_s=deadline_s,
+        cache_salt=cache_salt,
     )
 
 
@@ -272,6 +284,23 @@ def _template_values(reader: _Reader) -> tuple[tuple[str, bool | int | float | s
     return tuple(found.items())
 
 
+def _structured_output(reader: _Reader) -> StructuredOutput | None:
+    """TensorRT-LLM's two inputs: the type of guide, and the guide."""
+    kind = reader.optional("guided_decoding_guide_type", str)
+    guide = reader.optional("guided_decoding_guide", str)
+    if kind is None and guide is None:
+        return None
+    if kind not in _GUIDES:
+        raise RequestError("guided_decoding_guide_type", kind, f"one of {', '.join(_GUIDES)}")
+    if kind == "json":
+        if guide:
+            raise RequestError("guided_decoding_guide", guide[:40], "no guide for type json (a schema: json_schema)")
+        return StructuredOutput.parse({"json_object": True})
+    if not guide:
+        raise RequestError("guided_decoding_guide", guide, f"a text that is not empty for type {kind}")
+    return StructuredOutput.parse({_GUIDES[kind]: guide})
+
+
 def _logit_bias(reader: _Reader) -> dict[int, float]:
     if not reader.has("logit_bias"):
         return {}
@@ -321,6 +350,7 @@ def _sampling(
         seed=reader.optional("seed", int),
         include_stop_in_output=reader.take("include_stop_in_output", bool, False),
         logprobs=top_log_probs,
+        structured_output=_structured_output(reader),
     )
 
 

@@ -28,10 +28,9 @@ _FIELD_NAMES = {
     "chat_tools": "tools",
     "stop_words": "stop",
     "top_log_probs": "top_logprobs",
-    "logprobs": "top_logprobs",
+    "return_log_probs": "top_logprobs",
     "guided_decoding_guide": "response_format",
     "guided_decoding_guide_type": "response_format",
-    "structured_output": "response_format",
 }
 _FIELD = re.compile(r"^([a-z_]+): got ")
 

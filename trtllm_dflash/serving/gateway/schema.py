@@ -111,6 +111,7 @@ class SamplingBody(_Body):
     bad_words: Annotated[list[StopWord], Field(max_length=64)] | None = None
     priority: Int32 | None = None
     deadline_s: Annotated[StrictFloat | StrictInt, Field(gt=0, le=1e6)] | None = None
+    cache_salt: Annotated[StrictStr, Field(min_length=1, max_length=256)] | None = None
     # Without an effect on the text: who asks, and hints for caches.
     user: StrictStr | None = None
     safety_identifier: StrictStr | None = None

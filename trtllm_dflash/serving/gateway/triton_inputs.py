@@ -66,6 +66,7 @@ def _sampling(body: ChatBody | CompletionBody) -> Inputs:
         "top_log_probs": top_log_probs,
         "priority": body.priority,
         "deadline_s": body.deadline_s,
+        "cache_salt": body.cache_salt,
         **_guide(body),
     }
     if body.top_p == 0:
