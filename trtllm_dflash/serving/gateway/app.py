@@ -29,6 +29,7 @@ from trtllm_dflash.serving.gateway.triton_inputs import inputs_of
 
 _log = logging.getLogger("trtllm_dflash.gateway")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+LINGER_BYTES = 16 << 20
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -118,21 +119,27 @@ class Gateway:
         )
 
     async def _body(self, request: Request) -> bytes:
-        """The body, never more of it than allowed."""
+        """The body, never more of it than allowed.
+
+        A larger one is read on for a while and thrown away: a client that is still sending when the connection closes
+        would see that, and not the answer.
+        """
         limit = self.settings.max_body_bytes
         too_large = ApiError(
             413, f"the body is larger than {limit} bytes, the limit of this server", code="request_too_large"
         )
-        declared = request.headers.get("content-length", "")
-        if declared.isdigit() and int(declared) > limit:
-            raise too_large
 
         async def read() -> bytes:
             raw = bytearray()
+            size = 0
             async for block in request.stream():
-                raw += block
-                if len(raw) > limit:
-                    raise too_large
+                size += len(block)
+                if size <= limit:
+                    raw += block
+                elif size > limit + LINGER_BYTES:
+                    break
+            if size > limit:
+                raise too_large
             return bytes(raw)
 
         try:
