@@ -24,6 +24,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.result_file import write_result
 from benchmarks.serving_fuzz import malformed_requests, raw_garbage, send
 from benchmarks.serving_load import LoadResult, in_process, served
@@ -54,15 +56,24 @@ def everything(engines: Path, folder: Path) -> Iterator[tuple[ServerHandle, Fron
             front_end.stop()
 
 
-def overhead(engines: Path, data: Path, port: int, *, rounds: int, max_tokens: int) -> Figures:
+def overhead(
+    server: ServerHandle, front_end: FrontEnd, engines: Path, data: Path, port: int, *, rounds: int, max_tokens: int
+) -> Figures:
     """Throughput lost between ``LLM`` and an OpenAI client, as a share; each round runs both, one after the other."""
     prompts = load_prompts(data / "gsm8k_test.jsonl", 2 * STREAMS)
     direct: list[LoadResult] = []
     through: list[LoadResult] = []
+    spent: list[tuple[float, float, float, float]] = []
+    front, engine = _processes(server, front_end)
+    here = psutil.Process()
     with LLM(engines, prefix_cache=False) as llm:
         for number in range(rounds + 1):
+            begun = [_cpu_s([here]), _cpu_s([engine]), _cpu_s(front)]
             one = in_process(llm, prompts, streams=STREAMS, max_tokens=max_tokens)
+            between = [_cpu_s([here]), _cpu_s([engine]), _cpu_s(front)]
             other = served(HOST, port, "dflash", prompts, streams=STREAMS, max_tokens=max_tokens)
+            ended = [_cpu_s([here]), _cpu_s([engine]), _cpu_s(front)]
+            client_s, engine_s, front_s = (after - before for after, before in zip(ended, between, strict=True))
             print(
                 f"round {number}: in process {one.tokens_per_second:.1f} tok/s, served {other.tokens_per_second:.1f}",
                 flush=True,
@@ -70,6 +81,7 @@ def overhead(engines: Path, data: Path, port: int, *, rounds: int, max_tokens: i
             if number:  # the first one warms both up
                 direct.append(one)
                 through.append(other)
+                spent.append((between[0] - begun[0], engine_s, front_s, client_s))
     lost = [1 - b.tokens_per_second / a.tokens_per_second for a, b in zip(direct, through, strict=True)]
     equal = sum(a == b for a, b in zip(direct[0].texts, through[0].texts, strict=True)) / len(prompts)
     details = {
@@ -81,8 +93,32 @@ def overhead(engines: Path, data: Path, port: int, *, rounds: int, max_tokens: i
         "served_tok_s": [round(run.tokens_per_second, 1) for run in through],
         "lost_per_round": [round(share, 4) for share in lost],
         "texts_equal": equal,
+        # Processor time does not depend on who else uses the machine: what the front end and Triton take beside the
+        # engine, which is what they cost where the engine could use every core.
+        "cpu_s_in_process": [round(times[0], 2) for times in spent],
+        "cpu_s_engine": [round(times[1], 2) for times in spent],
+        "cpu_s_triton_and_front_end": [round(times[2], 2) for times in spent],
+        "cpu_s_client": [round(times[3], 2) for times in spent],
+        "cpu_share_triton_and_front_end": round(
+            statistics.median(times[2] / (times[1] + times[2]) for times in spent), 4
+        ),
     }
     return {"frontend_overhead": round(statistics.median(lost), 4)}, {"overhead": details}
+
+
+def _processes(server: ServerHandle, front_end: FrontEnd) -> tuple[list[psutil.Process], psutil.Process]:
+    """(tritonserver, its stub and the front end; the engine process)."""
+    engine = psutil.Process(int(str(server.client().health()["engine_pid"])))
+    stub = engine.parent()
+    triton = stub.parent() if stub is not None else None
+    assert stub is not None
+    assert triton is not None
+    assert front_end.pid is not None
+    return [triton, stub, psutil.Process(front_end.pid)], engine
+
+
+def _cpu_s(processes: list[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 def malformed(server: ServerHandle, port: int, *, count: int = 1000) -> Figures:
@@ -196,10 +232,16 @@ def main() -> None:
     details: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with everything(arguments.engines, folder) as (server, _, port):
+        with everything(arguments.engines, folder) as (server, front_end, port):
             runs = {
                 "overhead": lambda: overhead(
-                    arguments.engines, arguments.data, port, rounds=arguments.rounds, max_tokens=arguments.max_tokens
+                    server,
+                    front_end,
+                    arguments.engines,
+                    arguments.data,
+                    port,
+                    rounds=arguments.rounds,
+                    max_tokens=arguments.max_tokens,
                 ),
                 "malformed": lambda: malformed(server, port),
                 "aiperf": lambda: aiperf(server, arguments.engines, arguments.data, port, folder, arguments.aiperf),
