@@ -66,7 +66,7 @@ def overhead(
     spent: list[tuple[float, float, float, float]] = []
     front, engine = _processes(server, front_end)
     here = psutil.Process()
-    with LLM(engines, prefix_cache=False) as llm:
+    with LLM(engines) as llm:
         for number in range(rounds + 1):
             begun = [_cpu_s([here]), _cpu_s([engine]), _cpu_s(front)]
             one = in_process(llm, prompts, streams=STREAMS, max_tokens=max_tokens)
@@ -160,8 +160,13 @@ def aiperf(server: ServerHandle, engines: Path, data: Path, port: int, folder: P
     figures: dict[str, Any] = {}
     details: dict[str, Any] = {}
     template = folder / "template.json"
-    template.write_text('{"text_input": {{ text|tojson }}, "max_tokens": {{ max_tokens or 64 }}, "stream": true}')
+    # Chat messages, as the front end sends them: raw text would often be answered with nothing but an end token.
+    messages = """{{ [{"role": "user", "content": text}]|tojson|tojson }}"""
+    template.write_text(
+        f'{{"chat_messages": {messages}, "max_tokens": {{{{ max_tokens or 64 }}}}, "temperature": 0.0, "stream": true}}'
+    )
     openai = ["--endpoint-type", "chat", "-u", f"http://{HOST}:{port}", "--use-server-token-count"]
+    openai += ["--extra-inputs", "temperature:0"]
     triton = [
         *("--endpoint-type", "template", "-u", server.http_url),
         *("--custom-endpoint", f"/v2/models/{server.model_name}/generate_stream"),

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from deployed_counting_engine import use_counting_engine, write_engine_directory
 from test_triton_faults import process_ids, wait_until
 
 from trtllm_dflash.cli.serve_cmd import serve
+from trtllm_dflash.errors import ConfigError
 from trtllm_dflash.serving.repository import deploy
 
 pytest.importorskip("fastapi", reason="pip install 'trtllm-dflash[openai]'")
@@ -55,10 +57,11 @@ class Served:
         finally:
             connection.close()
 
-    def complete(self, **more: object) -> tuple[int, str]:
+    def complete(self, key: str = "", **more: object) -> tuple[int, str]:
         connection = http.client.HTTPConnection(self.facts["openai"].split("/")[2], timeout=30)
         try:
-            connection.request("POST", "/v1/completions", json.dumps({"model": "dflash", "prompt": "x", **more}))
+            body = json.dumps({"model": "dflash", "prompt": "x", **more})
+            connection.request("POST", "/v1/completions", body, {"authorization": f"Bearer {key}"} if key else {})
             answer = connection.getresponse()
             return answer.status, answer.read().decode()
         except (OSError, http.client.HTTPException) as error:
@@ -159,6 +162,48 @@ def test_a_dead_front_end_is_started_again(served: Served) -> None:
     wait_until(lambda: served.get("health", "/health") == 503, timeout_s=3)
     wait_until(lambda: served.complete(max_tokens=2)[0] == 200, timeout_s=15)
     wait_until(lambda: served.get("health", "/health") == 200, timeout_s=5)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("served", [("--api-key", "sesame")], indirect=True)
+def test_api_key_is_asked_for_and_not_shown(served: Served) -> None:
+    assert served.complete()[0] == 401
+    assert served.complete(key="sesame", max_tokens=2)[0] == 200
+    for pid in served.processes():
+        shown = Path(f"/proc/{pid}/cmdline").read_bytes()
+        assert b"sesame" not in shown
+        inherited = b"sesame" in Path(f"/proc/{pid}/environ").read_bytes()
+        assert inherited == (b"trtllm_dflash.serving.gateway" in shown)
+    assert "sesame" not in served.log.read_text()
+
+
+@pytest.mark.triton
+def test_a_front_end_alone_for_servers_elsewhere(served: Served, tmp_path: Path) -> None:
+    code = "from trtllm_dflash.cli.serve_cmd import serve; serve()"
+    command = [sys.executable, "-c", code, "--json", "--openai-port", "0", "--triton-url", served.facts["http"]]
+    other = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert other.stdout is not None
+        served.facts["openai"] = json.loads(other.stdout.readline())["openai"]
+        assert served.complete(max_tokens=3)[0] == 200
+        other.send_signal(signal.SIGTERM)
+        assert other.wait(timeout=15) == 0
+        assert served.get("http", "/v2/health/ready") == 200  # what it did not start goes on
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_a_taken_port_is_said_before_anything_starts(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        result = CliRunner().invoke(serve, ["-m", str(tmp_path), "--openai-port", port])
+    assert isinstance(result.exception, ConfigError)
+    assert f"openai port {port} on 127.0.0.1 cannot be used" in str(result.exception)
+    same = CliRunner().invoke(serve, ["-m", str(tmp_path), "--openai-port", "8000"])
+    assert "the same as one of Triton's" in str(same.exception)
 
 
 @pytest.mark.parametrize(

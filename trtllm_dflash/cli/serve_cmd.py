@@ -96,6 +96,10 @@ def serve(
         raise click.UsageError("--triton-url and --served-model-name need --openai-port")
     configure_logging(sys.stderr if log_file is None else log_file.open("a"), log_format)
     os.environ[LOG_FORMAT_VARIABLE] = log_format  # for the engine process, which Triton starts
+    if api_key:
+        os.environ.pop("TRTLLM_DFLASH_API_KEY", None)  # only the front end needs it, not Triton and the engine
+    if openai_port is not None:
+        openai_port = _checked_port(openai_host, openai_port, (http_port, grpc_port, metrics_port, health_port))
     stop = _StopSignals()
     _warn_of_open_doors(host, openai_host, openai_port, api_key, model_repository is not None)
     begin = time.monotonic()
@@ -153,6 +157,18 @@ class _StopSignals:
         raise KeyboardInterrupt
 
 
+def _checked_port(host: str, port: int, others: tuple[int, ...]) -> int:
+    """The front end's port, known to be free before an engine is loaded for minutes."""
+    from trtllm_dflash.errors import ConfigError
+    from trtllm_dflash.serving.triton_install import check_ports, free_ports
+
+    if port and port in others:
+        raise ConfigError(f"openai port is {port}, the same as one of Triton's", hint="choose another --openai-port")
+    (port,) = free_ports(host, [port])
+    check_ports({"openai": (host, port)})
+    return port
+
+
 def _start_triton(
     running: contextlib.ExitStack,
     repository: Path,
@@ -203,10 +219,7 @@ def _start_front_end(
     log_file: Path | None,
 ) -> FrontEnd:
     from trtllm_dflash.serving.front_end import FrontEnd
-    from trtllm_dflash.serving.triton_install import check_ports, free_ports
 
-    (port,) = free_ports(host, [port])
-    check_ports({"openai": (host, port)})
     front_end = FrontEnd(
         urls,
         triton_model=model,

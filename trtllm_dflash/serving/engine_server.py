@@ -189,8 +189,10 @@ class EngineServer:
         """On the engine thread: note, convert, queue; never write."""
         self._progressed_at = time.monotonic()
         client_id, wants_details = self._known.get(chunk.request_id, ("", False))
+        counted = client_id != wire.CANARY_ID
         if chunk.finish_reason is not None:
             self._known.pop(chunk.request_id, None)
+        if chunk.finish_reason is not None and counted:
             name = client_id or chunk.request_id
             _log.info("request %s ended", name, extra={"request": _log_facts(name, chunk)})
         if chunk.finish_reason == "error":
@@ -202,7 +204,8 @@ class EngineServer:
         if chunk.finish_reason == "cancelled" and self._cut.is_set():
             self._fail(chunk.request_id, "UNAVAILABLE", _SHUTTING_DOWN)
             return
-        self._metrics.delivered(chunk)
+        if counted:
+            self._metrics.delivered(chunk)
         metrics: dict[str, object] = {}
         if chunk.metrics is not None:
             metrics = {**asdict(chunk.metrics), "block_size": self._limits.block_size}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_PATH = re.compile(r"(?<![\w.])/(?:[\w.@+-]+/)+[\w.@+-]*")
+_PATH = re.compile(r"(?<![\w.:/])/(?:[\w.@+-]+/)+[\w.@+-]*")
 
 
 def without_paths(text: str) -> str:

@@ -34,6 +34,7 @@ from trtllm_dflash.serving.client import TritonClient, TritonHttpError
 from trtllm_dflash.serving.repository import repository_model
 from trtllm_dflash.serving.triton_install import find_tritonserver, free_ports, preflight
 from trtllm_dflash.serving.triton_process import Endpoints, TritonProcess
+from trtllm_dflash.serving.wire import CANARY_ID
 
 CHECK_INTERVAL_S = 0.5
 CHECK_TIMEOUT_S = 3.0
@@ -202,7 +203,7 @@ class ServerHandle:
 
     def _canary(self) -> None:
         try:
-            self._client(CANARY_TIMEOUT_S).generate("Hello", max_tokens=1)
+            self._client(CANARY_TIMEOUT_S).generate("Hello", max_tokens=1, id=CANARY_ID)
         except TritonHttpError as error:
             if "UNAVAILABLE" not in error.text:  # the engine is known to be away, or busy: the health request tells
                 self._restart(f"the canary request failed: {error.text}")

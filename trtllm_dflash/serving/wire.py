@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, fields
 
 PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 64 << 20
+# The supervisor's own probe: served like any request, but not counted among the clients' requests.
+CANARY_ID = "dflash-canary"
 _LENGTH = struct.Struct(">I")
 
 
