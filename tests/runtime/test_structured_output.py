@@ -18,6 +18,7 @@ from trtllm_dflash.config.sampling import SamplingParams
 from trtllm_dflash.config.structured_output import StructuredOutput
 from trtllm_dflash.errors import RequestError
 from trtllm_dflash.runtime.llm import LLM
+from trtllm_dflash.runtime.outputs import OutputChunk
 
 pytest.importorskip("xgrammar", reason="structured output needs the extra `structured`")
 
@@ -149,6 +150,18 @@ def test_grammar_without_an_end_is_cut_by_the_limit(tiny_llms: Callable) -> None
     (output,) = tiny_llms("llama-v2").generate("hello d", _with({"grammar": 'root ::= "ab" root'}))
     assert output.finish_reason == "length"
     assert output.text.startswith("abab")
+
+
+def test_dead_end_is_an_error_of_the_request(tiny_llms: Callable) -> None:
+    """JSON strings cannot hold a control character, so no token is left where the pattern wants one."""
+    form = {"json_schema": {"type": "string", "pattern": "^ab\\x01$"}}
+    chunks: list[OutputChunk] = []
+    llm = tiny_llms("llama-v2")
+    (output,) = llm.generate("hello d", _with(form), on_chunk=lambda _, chunk: chunks.append(chunk))
+    assert output.finish_reason == "error"
+    assert (output.error or "").startswith("structured_output")
+    assert chunks[-1].error_kind == "request"
+    assert llm.stats().pages_used == 0
 
 
 def test_preemption_keeps_the_place_in_the_grammar(tiny_engines: Callable, tiny_llms: Callable) -> None:

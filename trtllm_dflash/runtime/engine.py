@@ -115,9 +115,7 @@ class Engine:
     def cancel(self, request_id: str) -> None:
         """Mark a request; it ends before the next pass. Unknown ids are ignored."""
         with self._wake:
-            request = self._scheduler.find(request_id)
-            if request is not None:
-                request.cancelled = True
+            if self._scheduler.cancel(request_id):
                 self._wake.notify()
 
     def wake(self) -> None:

@@ -100,7 +100,8 @@ class Scheduler:
         self._running: list[Request] = []
         self._by_id: dict[str, Request] = {}
         self._finishes: deque[float] = deque(maxlen=_FINISHES_REMEMBERED)
-        self._deadlines = 0
+        # Waiting and running requests that may end outside a pass; the queue may be too long to look at each.
+        self._watched: set[Request] = set()
         self._lock = threading.RLock()
         self.counters = dict.fromkeys(
             ("preemptions", "prefix_lookup_tokens", "prefix_hit_tokens", "requests_refused", "requests_expired"), 0
@@ -117,11 +118,6 @@ class Scheduler:
         """Requests without a slot, the next one first (a copy)."""
         with self._lock:
             return list(self._waiting)
-
-    def find(self, request_id: str) -> Request | None:
-        """The unfinished request of this id."""
-        with self._lock:
-            return self._by_id.get(request_id)
 
     def enqueue(self, request: Request) -> None:
         """Let a request wait for its turn.
@@ -140,14 +136,26 @@ class Scheduler:
                 self.counters["requests_refused"] += 1
                 raise QueueFullError(waiting, limit, self._retry_after_s(waiting))
             self._by_id[request.spec.request_id] = request
-            self._deadlines += request.deadline is not None
+            if request.deadline is not None or request.grammar is not None:
+                self._watched.add(request)
             self._insert(request)
+
+    def cancel(self, request_id: str) -> bool:
+        """Mark an unfinished request, which ends before the next pass. False when there is none of this id."""
+        with self._lock:
+            request = self._by_id.get(request_id)
+            if request is None:
+                return False
+            request.cancelled = True
+            self._watched.add(request)
+            return True
 
     def ended(self, now: float) -> list[Ending]:
         """Requests that must end before the next pass. ``now`` is a ``time.perf_counter()`` reading."""
         with self._lock:
             found: list[Ending] = []
-            for request in [*self._waiting, *self._running]:
+            # A running request may also be marked by its own delivery.
+            for request in sorted({*self._watched, *self._running}, key=lambda one: one.rank):
                 if request.cancelled:
                     found.append(Ending(request, "cancelled"))
                 elif request.failure is not None:
@@ -163,9 +171,7 @@ class Scheduler:
     def next_deadline(self) -> float | None:
         """The earliest deadline of all unfinished requests, a ``time.perf_counter()`` reading."""
         with self._lock:
-            if not self._deadlines:
-                return None
-            return min(request.deadline for request in self._by_id.values() if request.deadline is not None)
+            return min((one.deadline for one in self._watched if one.deadline is not None), default=None)
 
     def admit(self, now: float) -> list[Request]:
         """Give slots and pages to waiting requests, in their order, as far as both last.
@@ -179,6 +185,8 @@ class Scheduler:
             for request in self._running:
                 self._share(request)
             admitted: list[Request] = []
+            if not self._free_slots:
+                return admitted
             for request in list(self._waiting):
                 if not self._free_slots:
                     break
@@ -224,7 +232,7 @@ class Scheduler:
             request_id = request.spec.request_id
             if self._by_id.pop(request_id, None) is None:
                 raise EngineError(f"request {request_id} was retired twice")
-            self._deadlines -= request.deadline is not None
+            self._watched.discard(request)
             if request.slot is None:
                 self._waiting.remove(request)
                 return []
