@@ -14,6 +14,7 @@ import pytest
 
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.serving.client import TritonHttpError, token_ids
+from trtllm_dflash.serving.engine_facts import read_engine_facts
 from trtllm_dflash.serving.repository import deploy
 from trtllm_dflash.serving.tritonserver import ServerHandle, triton_server
 
@@ -126,6 +127,20 @@ def test_structured_output_over_http(api: Api) -> None:
     form["json_schema"]["schema"] = {"type": "no-such-type"}  # type: ignore[index]
     status, answer, _ = api.chat("abc", response_format=form)
     assert (status, answer["error"]["param"]) == (400, "response_format")
+
+
+def test_startup_line_says_what_runs(tiny_engines: Callable[..., Path]) -> None:
+    from tiny_pair import PAIRS
+
+    for name, (_, recipe) in PAIRS.items():
+        facts = read_engine_facts(tiny_engines(name))
+        line = facts.startup_line()
+        assert f"speculation DFlash {facts.runs['speculation'][-1]}, block size" in line
+        assert "captured layers" in line
+        assert "windows" in line
+        assert "backend torch" in line
+        assert len(facts.runs["windows"].split()) == recipe.layers
+        assert "max batch size 16" in line
 
 
 def test_limits_are_the_engines(served: ServerHandle) -> None:
