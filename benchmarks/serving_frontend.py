@@ -64,16 +64,22 @@ def overhead(
     direct: list[LoadResult] = []
     through: list[LoadResult] = []
     spent: list[tuple[float, float, float, float]] = []
+    times: dict[str, list[float]] = {}
     front, engine = _processes(server, front_end)
     here = psutil.Process()
     with LLM(engines) as llm:
         for number in range(rounds + 1):
-            begun = [_cpu_s([here]), _cpu_s([engine]), _cpu_s(front)]
-            one = in_process(llm, prompts, streams=STREAMS, max_tokens=max_tokens)
-            between = [_cpu_s([here]), _cpu_s([engine]), _cpu_s(front)]
-            other = served(HOST, port, "dflash", prompts, streams=STREAMS, max_tokens=max_tokens)
-            ended = [_cpu_s([here]), _cpu_s([engine]), _cpu_s(front)]
-            client_s, engine_s, front_s = (after - before for after, before in zip(ended, between, strict=True))
+            # Every second round the other way round: what drifts on the machine then meets both alike.
+            runs = {}
+            for name in ("direct", "served") if number % 2 else ("served", "direct"):
+                before = [_cpu_s([here]), _cpu_s([engine]), _cpu_s(front)]
+                if name == "direct":
+                    runs[name] = in_process(llm, prompts, streams=STREAMS, max_tokens=max_tokens)
+                else:
+                    runs[name] = served(HOST, port, "dflash", prompts, streams=STREAMS, max_tokens=max_tokens)
+                after = [_cpu_s([here]), _cpu_s([engine]), _cpu_s(front)]
+                times[name] = [end - begin for begin, end in zip(before, after, strict=True)]
+            one, other = runs["direct"], runs["served"]
             print(
                 f"round {number}: in process {one.tokens_per_second:.1f} tok/s, served {other.tokens_per_second:.1f}",
                 flush=True,
@@ -81,7 +87,8 @@ def overhead(
             if number:  # the first one warms both up
                 direct.append(one)
                 through.append(other)
-                spent.append((between[0] - begun[0], engine_s, front_s, client_s))
+                client_s, engine_s, front_s = times["served"]
+                spent.append((times["direct"][0], engine_s, front_s, client_s))
     lost = [1 - b.tokens_per_second / a.tokens_per_second for a, b in zip(direct, through, strict=True)]
     equal = sum(a == b for a, b in zip(direct[0].texts, through[0].texts, strict=True)) / len(prompts)
     details = {
@@ -95,12 +102,12 @@ def overhead(
         "texts_equal": equal,
         # Processor time does not depend on who else uses the machine: what the front end and Triton take beside the
         # engine, which is what they cost where the engine could use every core.
-        "cpu_s_in_process": [round(times[0], 2) for times in spent],
-        "cpu_s_engine": [round(times[1], 2) for times in spent],
-        "cpu_s_triton_and_front_end": [round(times[2], 2) for times in spent],
-        "cpu_s_client": [round(times[3], 2) for times in spent],
+        "cpu_s_in_process": [round(seconds[0], 2) for seconds in spent],
+        "cpu_s_engine": [round(seconds[1], 2) for seconds in spent],
+        "cpu_s_triton_and_front_end": [round(seconds[2], 2) for seconds in spent],
+        "cpu_s_client": [round(seconds[3], 2) for seconds in spent],
         "cpu_share_triton_and_front_end": round(
-            statistics.median(times[2] / (times[1] + times[2]) for times in spent), 4
+            statistics.median(seconds[2] / (seconds[1] + seconds[2]) for seconds in spent), 4
         ),
     }
     return {"frontend_overhead": round(statistics.median(lost), 4)}, {"overhead": details}
@@ -229,8 +236,8 @@ def main() -> None:
     parser.add_argument("--engines", type=Path, required=True, help="engine directory of the demo pair")
     parser.add_argument("--data", type=Path, required=True, help="folder with gsm8k_test.jsonl")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds of overhead")
-    parser.add_argument("--max-tokens", type=int, default=96, help="output tokens of a request of overhead")
+    parser.add_argument("--rounds", type=int, default=8, help="measured rounds of overhead")
+    parser.add_argument("--max-tokens", type=int, default=64, help="output tokens of a request of overhead")
     parser.add_argument("--aiperf", default=shutil.which("aiperf") or "aiperf", help="the aiperf program")
     arguments = parser.parse_args()
     figures: dict[str, Any] = {}

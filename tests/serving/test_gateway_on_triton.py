@@ -142,12 +142,12 @@ def test_metrics_count_what_was_done(api: Api, triton: ServerHandle) -> None:
         with urllib.request.urlopen(triton.metrics_url) as answer:
             return totals(answer.read().decode())
 
-    time.sleep(1.7)  # the last heartbeat, and the publication of it
+    time.sleep(2.7)  # the last heartbeat, and the publication of it
     before = triton_totals()
     for count in (10, 20, 30):
         assert api.chat(max_tokens=count)[0] == 200
     assert api.chat(top_k=-1)[0] == 400
-    time.sleep(1.7)
+    time.sleep(2.7)
     after, gateway = triton_totals(), totals(api.ask("GET", "/metrics")[1])
     grown = {name: value - before.get(name, 0) for name, value in after.items()}
     assert grown["dflash_output_tokens_total"] == 60

@@ -156,6 +156,28 @@ def test_everything_dies_with_a_killed_serve(served: Served) -> None:
 
 
 @pytest.mark.triton
+def test_a_killed_tritonserver_is_an_error_and_then_forgotten(served: Served) -> None:
+    found: list[tuple[int, str]] = []
+    threads = [
+        threading.Thread(target=lambda stream=stream: found.append(served.complete(max_tokens=2000, stream=stream)))
+        for stream in (True, False)
+    ]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.5)
+    (triton,) = process_ids("tritonserver .*" + re.escape(str(served.folder)))
+    os.kill(triton, signal.SIGKILL)
+    for thread in threads:
+        thread.join(timeout=10)
+    assert sorted(status for status, _ in found) == [200, 503]
+    (streamed,) = [text for status, text in found if status == 200]
+    assert '"code": "engine_unavailable"' in streamed
+    assert streamed.endswith("data: [DONE]\n\n")
+    wait_until(lambda: served.complete(max_tokens=2)[0] == 200, timeout_s=20)
+    wait_until(lambda: served.get("health", "/health") == 200, timeout_s=10)
+
+
+@pytest.mark.triton
 def test_a_dead_front_end_is_started_again(served: Served) -> None:
     (front_end,) = process_ids("trtllm_dflash.serving.gateway .*" + served.facts["http"].rsplit(":", 1)[1])
     os.kill(front_end, signal.SIGKILL)

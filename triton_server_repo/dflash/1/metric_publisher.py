@@ -1,7 +1,7 @@
 """The engine's metric samples on Triton's own metrics endpoint. Standard library only (besides what is given).
 
-Each call into Triton takes 30 to 50 microseconds, so only what has changed is passed on, once a second. The metrics of
-Triton's Python backend can be incremented and set, and a histogram can only observe single values: the engine counts
+Each call into Triton takes 30 to 50 microseconds, so only what has changed is passed on, every two seconds. The metrics
+of Triton's Python backend can be incremented and set, and a histogram can only observe single values: the engine counts
 its histograms itself, and their ``_bucket``, ``_sum`` and ``_count`` samples are published as counters, which is what
 PromQL's ``histogram_quantile`` and ``rate`` read.
 """

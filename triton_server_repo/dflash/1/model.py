@@ -32,7 +32,7 @@ _CODES = {
     "DEADLINE_EXCEEDED": "UNAVAILABLE",  # 24.10 has no word of its own for it; the text has
     "INTERNAL": "INTERNAL",
 }
-PUBLISH_S = 1.0
+PUBLISH_S = 2.0
 
 
 class Active:
