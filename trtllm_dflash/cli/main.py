@@ -21,6 +21,7 @@ _COMMANDS = {
     "generate": "generate_cmd",
     "deploy": "deploy_cmd",
     "serve": "serve_cmd",
+    "bench": "bench_cmd",
     "plugins": "plugins_cmd",
     "doctor": "doctor_cmd",
 }
