@@ -155,6 +155,7 @@ def _open_engine(
         "block_size": llm.block_size,
         "dtype": directory.target_config.dtype,
         "quantization": directory.quantization.algo,
+        "target_layers": directory.target_config.num_layers,
         "tp_size": directory.tp_size,
         "max_batch_size": directory.limits.max_batch_size,
         "max_seq_len": directory.limits.max_seq_len,

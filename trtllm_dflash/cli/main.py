@@ -22,6 +22,7 @@ _COMMANDS = {
     "deploy": "deploy_cmd",
     "serve": "serve_cmd",
     "bench": "bench_cmd",
+    "sweep": "sweep_cmd",
     "plugins": "plugins_cmd",
     "doctor": "doctor_cmd",
 }
