@@ -90,6 +90,11 @@ typedef struct dflash_walk_params {
 
 DFLASH_EXPORT int32_t dflash_selector_walk(const dflash_walk_params* params, dflash_stream stream);
 
+// out[b, j] = the uniform of `word` (0 walk, 1 accept, 2 residual) of the stream seeds[b] at first_positions[b] + j, for
+// j < count: what the walk and accept draw inside, for readers that want the draws themselves.
+DFLASH_EXPORT int32_t dflash_uniforms(const int64_t* seeds, const int64_t* first_positions, float* out, int32_t batch,
+                                      int32_t count, int32_t word, dflash_stream stream);
+
 // Verifies S-1 draft tokens against S rows of logits (already penalised) and draws the token that follows.
 //
 // p of a row: temperature, top-k (largest k, ties to the lowest id), softmax, top-p (descending, kept while the mass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +21,11 @@ from trtllm_dflash.config.target import TargetConfig
 from trtllm_dflash.config.typed_json import from_json
 from trtllm_dflash.engine.plan_facts import TensorRTFacts
 from trtllm_dflash.engine.session import EngineSession
-from trtllm_dflash.engine.torch_session import TorchSession
+from trtllm_dflash.engine.torch_session import KernelChoice, TorchSession
 from trtllm_dflash.engine.torch_weights import TorchWeightSource
 from trtllm_dflash.errors import ConfigError, EngineError
+
+logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 KIND = "engine"
@@ -102,8 +105,10 @@ def open_engine_directory(path: str | Path, *, verify: bool = True) -> EngineDir
     )
 
 
-def load_session(path: str | Path, *, device: str | None = None) -> EngineSession:
+def load_session(path: str | Path, *, device: str | None = None, kernels: KernelChoice = "auto") -> EngineSession:
     """Open the engine directory ``path`` and load its networks on ``device`` (None: first GPU, else CPU).
+
+    ``kernels`` is what the torch backend computes with on a GPU, see :class:`TorchSession`.
 
     Raises:
         EngineError: the backend, the device or the number of ranks cannot run here.
@@ -119,11 +124,17 @@ def load_session(path: str | Path, *, device: str | None = None) -> EngineSessio
             f"{engine.path}: built for {engine.tp_size} ranks; the torch backend runs one",
             hint="convert with --tp-size 1 to run on the torch backend",
         )
-    return _torch_session(engine, _device(device))
+    return _torch_session(engine, _device(device), kernels)
 
 
-def _torch_session(engine: EngineDirectory, device: torch.device) -> TorchSession:
+def _torch_session(engine: EngineDirectory, device: torch.device, kernels: KernelChoice) -> TorchSession:
     dtype = getattr(torch, engine.target_config.dtype)
+    cache_dtype = None
+    if engine.quantization.kv_cache_dtype == "fp8":
+        if device.type == "cuda":
+            cache_dtype = torch.float8_e4m3fn
+        else:
+            logger.warning("the KV cache is %s here: an fp8 cache needs the CUDA kernels", engine.target_config.dtype)
 
     def source(model: str, quantization: QuantAlgo) -> TorchWeightSource:
         tensors = RankTensors(engine.path / model / "rank0.safetensors")
@@ -137,6 +148,8 @@ def _torch_session(engine: EngineDirectory, device: torch.device) -> TorchSessio
         drafter=None if engine.drafter_config is None else source("drafter", "none"),
         device=device,
         dtype=dtype,
+        kernels=kernels,
+        target_cache_dtype=cache_dtype,
     )
 
 

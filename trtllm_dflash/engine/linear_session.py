@@ -44,6 +44,7 @@ class LinearSession:
         target_config, drafter_config: what runs. limits: the engine's; ``page_tokens`` is a row's usable length.
         runner: computes the networks. device: of every tensor. dtype: of caches and features.
         row_tokens: positions of one cache row, at least ``page_tokens + block_size``.
+        weight_bytes: what the runner's weights take on the device, for the memory plan.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class LinearSession:
         device: torch.device,
         dtype: torch.dtype,
         row_tokens: int,
+        weight_bytes: int = 0,
     ) -> None:
         if limits.page_tokens < limits.max_seq_len or row_tokens < limits.page_tokens + limits.block_size:
             raise EngineError(
@@ -67,9 +69,11 @@ class LinearSession:
         self.drafter_config = drafter_config
         self.limits = limits
         self.device = device
+        self.uses_kernels = False
         self.dtype = dtype
         self._runner = runner
         self._row_tokens = row_tokens
+        self._weight_bytes = weight_bytes
         self._rows = 0
         self._target_caches: Sequence[CacheLayer[Tensor]] = ()
         self._drafter_caches: Sequence[CacheLayer[Tensor]] = ()
@@ -83,6 +87,10 @@ class LinearSession:
             drafter = self.drafter_config
             heads += drafter.num_layers * drafter.num_kv_heads * drafter.head_dim
         return 2 * heads * self._row_tokens * self.dtype.itemsize
+
+    def weight_bytes(self) -> int:
+        """Bytes of the runner's weights."""
+        return self._weight_bytes
 
     def allocate_caches(self, num_pages: int) -> None:
         """Allocate ``num_pages`` rows and the scratch row, zeroed: what is masked must not be NaN."""

@@ -39,7 +39,8 @@ class TargetInputs:
 
 @dataclass(frozen=True)
 class TargetOutputs:
-    """``logits [R, V]`` float32 and ``features [T, F * H]`` (empty columns when the engine has no drafter)."""
+    """``logits [R, V]`` (float32, or the compute dtype with the plugin kernels) and ``features [T, F * H]`` (empty
+    columns when the engine has no drafter)."""
 
     logits: Tensor
     features: Tensor
@@ -73,18 +74,26 @@ class DraftOutputs:
 
 
 class EngineSession(Protocol):
-    """Runs the networks of one engine directory on one device."""
+    """Runs the networks of one engine directory on one device.
+
+    ``uses_kernels``: the plugin library's kernels can be used on the session's tensors, and its passes be recorded in a
+    CUDA graph.
+    """
 
     target_config: TargetConfig
     drafter_config: DrafterConfig | None
     limits: BuildLimits
     device: torch.device
+    uses_kernels: bool
 
     def allocate_caches(self, num_pages: int) -> None:
         """Allocate both paged caches with ``num_pages`` pages (and one scratch page each)."""
 
     def cache_bytes_per_page(self) -> int:
         """Bytes of one page over both caches and all layers."""
+
+    def weight_bytes(self) -> int:
+        """Bytes of all weights on the device; what is shared counts once."""
 
     def target(self, inputs: TargetInputs) -> TargetOutputs:
         """Run the target; writes the target cache at ``slots``."""

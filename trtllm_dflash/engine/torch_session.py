@@ -1,8 +1,11 @@
-"""The torch backend: the networks run eagerly on a CPU or a CUDA GPU, without TensorRT."""
+"""The torch backend: the networks run on a CPU or a CUDA GPU without TensorRT, there on the kernels of ``plugins/``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,8 +20,13 @@ from trtllm_dflash.model.dflash import draft_network, inject_network
 from trtllm_dflash.model.rope import cos_sin_table
 from trtllm_dflash.model.target import target_network
 from trtllm_dflash.model.weights import drafter_weights, target_weights
+from trtllm_dflash.ops.cuda_dialect import CudaOps, why_not_kernels
 from trtllm_dflash.ops.interface import CacheLayer
 from trtllm_dflash.ops.torch_dialect import TorchOps
+
+logger = logging.getLogger(__name__)
+
+KernelChoice = Literal["auto", "plugins", "torch"]
 
 
 class TorchSession:
@@ -29,7 +37,15 @@ class TorchSession:
         limits: the engine's limits (tables are made for ``max_seq_len``).
         target, drafter: weights.
         device: ``cpu`` or ``cuda:N``.
-        dtype: compute and cache dtype.
+        dtype: compute dtype, and the caches' unless said otherwise.
+        kernels: ``auto`` uses the plugin library's kernels where they fit, ``plugins`` insists, ``torch`` does without.
+        target_cache_dtype: float8_e4m3fn for a target cache of half the size; needs the plugin kernels.
+
+    Attributes:
+        uses_kernels: whether the plugin library's kernels compute.
+
+    Raises:
+        EngineError: the kernels are insisted on, or needed, and cannot run here.
     """
 
     def __init__(
@@ -42,19 +58,33 @@ class TorchSession:
         drafter: TorchWeightSource | None,
         device: torch.device,
         dtype: torch.dtype,
+        kernels: KernelChoice = "auto",
+        target_cache_dtype: torch.dtype | None = None,
     ) -> None:
         self.target_config = target_config
         self.drafter_config = drafter_config
         self.limits = limits
         self.device = device
         self.dtype = dtype
-        self._ops = TorchOps()
+        obstacle: str | None = "kernels were switched off"
+        if kernels != "torch":
+            obstacle = why_not_kernels(
+                target_config, drafter_config, page_tokens=limits.page_tokens, device=device, dtype=dtype
+            )
+        self.uses_kernels = obstacle is None
+        if obstacle is not None and (kernels == "plugins" or target_cache_dtype is not None):
+            wanted = "the plugin kernels" if kernels == "plugins" else f"a target cache of {target_cache_dtype}"
+            raise EngineError(f"{wanted} cannot be used: {obstacle}", hint="trtllm-dflash doctor says what is missing")
+        if obstacle is not None and device.type == "cuda" and kernels == "auto":
+            logger.warning("running without the CUDA kernels, which is slower: %s", obstacle)
+        self.target_cache_dtype = target_cache_dtype or dtype
+        self._ops = CudaOps() if self.uses_kernels else TorchOps()
         # A block may reach S rows past the last position before its padding is cut.
         positions = limits.max_seq_len + limits.block_size
         with torch.inference_mode():
             self._target = target_weights(target_config, target)
             self._target_rope = cos_sin_table(target_config.rope, positions).to(device)
-            self._drafter = None
+            self._drafter, self._drafter_rope = None, None
             if drafter_config is not None and drafter is not None:
                 self._drafter = drafter_weights(drafter_config, drafter)
                 self._drafter_rope = cos_sin_table(drafter_config.rope, positions).to(device)
@@ -64,28 +94,48 @@ class TorchSession:
     def cache_bytes_per_page(self) -> int:
         """Bytes of one page over both caches and all layers."""
         config, drafter = self.target_config, self.drafter_config
-        rows = config.num_layers * config.num_kv_heads * config.head_dim
+        size = config.num_layers * config.num_kv_heads * config.head_dim * self.target_cache_dtype.itemsize
         if drafter is not None:
-            rows += drafter.num_layers * drafter.num_kv_heads * drafter.head_dim
-        return 2 * rows * self.limits.page_tokens * self.dtype.itemsize
+            size += drafter.num_layers * drafter.num_kv_heads * drafter.head_dim * self.dtype.itemsize
+        return 2 * size * self.limits.page_tokens
+
+    def weight_bytes(self) -> int:
+        """Bytes of all weights and tables on the device; what is shared counts once."""
+        sizes = {}
+        for tensor in self._tensors():
+            if tensor.layout == torch.strided:
+                storage = tensor.untyped_storage()
+                sizes[storage.data_ptr()] = storage.nbytes()
+            else:
+                sizes[id(tensor)] = tensor.numel() * tensor.dtype.itemsize
+        return sum(sizes.values())
+
+    def _tensors(self) -> Iterator[Tensor]:
+        pending: list[object] = [self._target, self._drafter, self._target_rope, self._drafter_rope]
+        while pending:
+            item = pending.pop()
+            if isinstance(item, Tensor):
+                yield item
+            elif isinstance(item, tuple | list):
+                pending.extend(item)
+            elif is_dataclass(item) and not isinstance(item, type):
+                pending.extend(getattr(item, field.name) for field in fields(item))
 
     def allocate_caches(self, num_pages: int) -> None:
         """Allocate both paged caches, zeroed: what is masked must not be NaN."""
 
-        def layers(count: int, kv_heads: int, head_dim: int) -> list[CacheLayer[Tensor]]:
+        def layers(count: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> list[CacheLayer[Tensor]]:
             shape = (num_pages + 1, self.limits.page_tokens, kv_heads, head_dim)
-            return [
-                CacheLayer(
-                    torch.zeros(shape, dtype=self.dtype, device=self.device),
-                    torch.zeros(shape, dtype=self.dtype, device=self.device),
-                )
-                for _ in range(count)
-            ]
+
+            def zeros() -> Tensor:
+                return torch.zeros(shape, dtype=dtype, device=self.device)
+
+            return [CacheLayer(zeros(), zeros()) for _ in range(count)]
 
         config, drafter = self.target_config, self.drafter_config
-        self._target_caches = layers(config.num_layers, config.num_kv_heads, config.head_dim)
+        self._target_caches = layers(config.num_layers, config.num_kv_heads, config.head_dim, self.target_cache_dtype)
         if drafter is not None:
-            self._drafter_caches = layers(drafter.num_layers, drafter.num_kv_heads, drafter.head_dim)
+            self._drafter_caches = layers(drafter.num_layers, drafter.num_kv_heads, drafter.head_dim, self.dtype)
 
     @property
     def target_caches(self) -> Sequence[CacheLayer[Tensor]]:
@@ -99,11 +149,14 @@ class TorchSession:
 
     def clear_pages(self, pages: Sequence[int]) -> None:
         """Zero ``pages`` in both caches: after a fault their values may not be numbers, and masks do not hide NaN."""
+        if not pages:
+            return
         index = torch.tensor(list(pages), dtype=torch.int64, device=self.device)
         with torch.inference_mode():
             for cache in (*self._target_caches, *self._drafter_caches):
-                cache.k.index_fill_(0, index, 0)
-                cache.v.index_fill_(0, index, 0)
+                for rows in (cache.k, cache.v):
+                    # float8 has no fill; zero is the same bits in every dtype.
+                    rows.view(torch.uint8).index_fill_(0, index, 0)
 
     @torch.inference_mode()
     def target(self, inputs: TargetInputs) -> TargetOutputs:
@@ -133,7 +186,7 @@ class TorchSession:
     def inject(
         self, features: Tensor, positions: Tensor, slots: Tensor, *, queries_per_request: int | None = None
     ) -> None:
-        if self.drafter_config is None or self._drafter is None:
+        if self.drafter_config is None or self._drafter is None or self._drafter_rope is None:
             raise EngineError("inject was called on an engine without a drafter")
         inject_network(
             self._ops,
@@ -148,7 +201,7 @@ class TorchSession:
 
     @torch.inference_mode()
     def draft(self, inputs: DraftInputs, block_size: int) -> DraftOutputs:
-        if self.drafter_config is None or self._drafter is None:
+        if self.drafter_config is None or self._drafter is None or self._drafter_rope is None:
             raise EngineError("draft was called on an engine without a drafter")
         tokens, candidates, q_rows = draft_network(
             self._ops,

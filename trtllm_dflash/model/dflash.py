@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from trtllm_dflash.config.drafter import DrafterConfig
-from trtllm_dflash.model.target import split_qkv
 from trtllm_dflash.model.weights import ConvWeights, DrafterWeights, LayerWeights
-from trtllm_dflash.ops.interface import CacheLayer, Linear, Ops
+from trtllm_dflash.ops.interface import CacheLayer, HeadLayout, Linear, Ops
 
 T = TypeVar("T")
 
@@ -37,14 +36,15 @@ def inject_network(
     """
     context = ops.rms_norm(ops.linear(features, weights.fc), weights.feature_norm, config.rms_norm_eps)
     kv = ops.linear(context, weights.inject_kv)
-    rows = ops.rotary_rows(cos_sin, positions)
-    for index, (layer, cache) in enumerate(zip(weights.layers, caches, strict=True)):
-        first = 2 * index * config.num_kv_heads
-        k = ops.heads(kv, first, config.num_kv_heads, config.head_dim)
-        if layer.attention.k_norm is not None:
-            k = ops.rms_norm(k, layer.attention.k_norm, config.rms_norm_eps)
-        v = ops.heads(kv, first + config.num_kv_heads, config.num_kv_heads, config.head_dim)
-        ops.write_kv(cache, ops.rotary(k, rows), v, slots)
+    ops.inject_kv(
+        kv,
+        _layout(config),
+        [layer.attention.k_norm for layer in weights.layers],
+        config.rms_norm_eps,
+        ops.rotary_rows(cos_sin, positions),
+        caches,
+        slots,
+    )
 
 
 def draft_network(
@@ -83,21 +83,21 @@ def draft_network(
         page_table=page_table,
         block_size=block_size,
     )
-    logits = proposal_logits(ops, config, weights, head, hidden)
-    proposals = block_size - 1
+    logits = ops.linear(hidden, head if weights.own_head is None else weights.own_head)
+    unary, candidates = ops.candidates(
+        logits, _candidate_count(config), config.output_multiplier, config.final_logit_softcapping
+    )
+    candidates = ops.per_request(candidates, block_size - 1)
+    unary = ops.per_request(unary, block_size - 1)
     if config.selector is None or weights.selector is None:
-        unary, candidates = ops.top_k(logits, min(PLAIN_CANDIDATES, config.draft_vocab_size or config.vocab_size))
         if weights.token_offsets is not None:
             candidates = ops.add_offsets(candidates, weights.token_offsets)
-        candidates = ops.per_request(candidates, proposals)
-        tokens, q_rows = ops.independent_draw(ops.per_request(unary, proposals), temperatures, uniforms, candidates)
+        tokens, q_rows = ops.independent_draw(unary, temperatures, uniforms, candidates)
         return tokens, candidates, q_rows
-    unary, candidates = ops.top_k(logits, config.selector.top_k)
-    candidates = ops.per_request(candidates, proposals)
     tokens, q_rows = ops.selector_walk(
-        ops.per_request(unary, proposals),
+        unary,
         candidates,
-        ops.per_request(ops.linear(hidden, weights.selector.hidden_projection), proposals),
+        ops.per_request(ops.linear(hidden, weights.selector.hidden_projection), block_size - 1),
         weights.selector.predecessor,
         weights.selector.successor,
         anchors,
@@ -127,19 +127,13 @@ def backbone(
     hidden = ops.to_float32(ops.embedding(embedding, ops.block_ids(anchors, config.mask_token_id, block_size)))
     if config.input_embedding_scale != 1.0:
         hidden = ops.scale(hidden, config.input_embedding_scale)
-    for index, (layer, cache) in enumerate(zip(weights.layers, caches, strict=True)):
-        hidden = _drafter_layer(ops, config, layer, cache, hidden, plan, rows, index, block_size)
-    return ops.rms_norm(ops.proposal_rows(hidden, block_size), weights.final_norm, config.rms_norm_eps)
-
-
-def proposal_logits(ops: Ops[T], config: DrafterConfig, weights: DrafterWeights[T], head: Linear[T], hidden: T) -> T:
-    """Head logits ``[N, V]`` float32 of drafter states, after multiplier and soft cap."""
-    logits = ops.to_float32(ops.linear(hidden, head if weights.own_head is None else weights.own_head))
-    if config.output_multiplier != 1.0:
-        logits = ops.scale(logits, config.output_multiplier)
-    if config.final_logit_softcapping is not None:
-        logits = ops.softcap(logits, config.final_logit_softcapping)
-    return logits
+    normed = ops.rms_norm(hidden, weights.layers[0].input_norm, config.rms_norm_eps)
+    following = [*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm]
+    for index, (layer, cache, next_norm) in enumerate(zip(weights.layers, caches, following, strict=True)):
+        hidden, normed = _drafter_layer(
+            ops, config, layer, cache, hidden, normed, next_norm, plan, rows, index, block_size
+        )
+    return ops.proposal_rows(normed, block_size)
 
 
 def _drafter_layer(
@@ -148,18 +142,20 @@ def _drafter_layer(
     layer: LayerWeights[T],
     cache: CacheLayer[T],
     hidden: T,
+    normed: T,
+    next_norm: T,
     plan: object,
     rows: object,
     index: int,
     block_size: int,
-) -> T:
+) -> tuple[T, T]:
+    """One layer: the residual stream and its norm for whatever follows."""
     visibility = config.layers[index]
+    attention, eps = layer.attention, config.rms_norm_eps
 
     def attend(x: T) -> T:
-        qkv = ops.linear(x, layer.attention.qkv)
-        q, k, v = split_qkv(
-            ops, qkv, layer, rows, config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
-        )
+        qkv = ops.linear(x, attention.qkv)
+        q, k, v = ops.rotate_qkv(qkv, _layout(config), attention.q_norm, attention.k_norm, eps, rows)
         mixed = ops.block_attention(
             plan,
             q,
@@ -170,23 +166,41 @@ def _drafter_layer(
             window=visibility.window,
             causal=visibility.causal,
         )
-        return ops.linear(ops.merge_heads(mixed), layer.attention.dense)
+        return ops.linear(ops.merge_heads(mixed), attention.dense)
 
     def feed_forward(x: T) -> T:
         return ops.linear(ops.swiglu(ops.linear(x, layer.mlp.gate_up)), layer.mlp.down)
 
-    normed = ops.rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
-    hidden = ops.add(hidden, _convolved(ops, layer.attention_conv, normed, attend, block_size))
-    normed = ops.rms_norm(hidden, layer.post_norm, config.rms_norm_eps)
-    return ops.add(hidden, _convolved(ops, layer.mlp_conv, normed, feed_forward, block_size))
+    hidden, normed = _sublayer(ops, layer.attention_conv, hidden, normed, attend, layer.post_norm, eps, block_size)
+    return _sublayer(ops, layer.mlp_conv, hidden, normed, feed_forward, next_norm, eps, block_size)
 
 
-def _convolved(ops: Ops[T], conv: ConvWeights[T] | None, x: T, sublayer: Callable[[T], T], block_size: int) -> T:
-    """``sublayer`` between its two convolutions; one projection of the normed input gives both sides' deltas."""
+def _sublayer(
+    ops: Ops[T],
+    conv: ConvWeights[T] | None,
+    hidden: T,
+    normed: T,
+    compute: Callable[[T], T],
+    next_norm: T,
+    eps: float,
+    block_size: int,
+) -> tuple[T, T]:
+    """``hidden + sublayer(normed)`` and its norm; DFlash 2 puts the sublayer between two convolutions whose deltas come
+    from one projection of the normed input."""
     if conv is None:
-        return sublayer(x)
-    dynamic = ops.linear(x, conv.projection)
+        return ops.add_rms_norm(hidden, compute(normed), next_norm, eps)
+    dynamic = ops.linear(normed, conv.projection)
     side = conv.side_columns
-    x = ops.grouped_dynamic_conv(x, ops.columns(dynamic, 0, side), conv.bases[0], block_size)
-    y = sublayer(x)
-    return ops.grouped_dynamic_conv(y, ops.columns(dynamic, side, side), conv.bases[1], block_size)
+    mixed = ops.grouped_dynamic_conv(normed, ops.columns(dynamic, 0, side), conv.bases[0], block_size)
+    out_side = ops.columns(dynamic, side, side)
+    return ops.conv_add_rms_norm(hidden, compute(mixed), out_side, conv.bases[1], block_size, next_norm, eps)
+
+
+def _layout(config: DrafterConfig) -> HeadLayout:
+    return HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim)
+
+
+def _candidate_count(config: DrafterConfig) -> int:
+    if config.selector is not None:
+        return config.selector.top_k
+    return min(PLAIN_CANDIDATES, config.draft_vocab_size or config.vocab_size)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from trtllm_dflash.config.target import TargetConfig
-from trtllm_dflash.model.weights import LayerWeights, TargetWeights
-from trtllm_dflash.ops.interface import CacheLayer, Ops
+from trtllm_dflash.model.weights import TargetWeights
+from trtllm_dflash.ops.interface import CacheLayer, HeadLayout, Ops
 
 T = TypeVar("T")
 
@@ -34,8 +34,8 @@ def target_network(
     """One causal pass over packed tokens; shapes as ``engine.session.TargetInputs``.
 
     Returns:
-        logits ``[R, V]`` float32 and features ``[T, F * H]``: the outputs of decoder layers ``capture_layers`` in
-        that order (the last layer's before the final norm), or None when nothing is captured.
+        logits ``[R, V]`` (``Ops.head_logits``) and features ``[T, F * H]``: the outputs of decoder layers
+        ``capture_layers`` in that order (the last layer's before the final norm), or None when nothing is captured.
     """
     plan = ops.plan_attention(
         page_table,
@@ -46,57 +46,25 @@ def target_network(
         total_queries=total_queries,
     )
     rows = ops.rotary_rows(cos_sin, positions)
+    layout = HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim)
+    eps = config.rms_norm_eps
     hidden = ops.embedding(weights.embedding, input_ids)
+    normed = ops.rms_norm(hidden, weights.layers[0].input_norm, eps)
+    # The norm after a layer belongs to what follows it, and is one operation with the layer's last addition.
+    following = [*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm]
     captured: dict[int, T] = {}
-    for index, (layer, cache) in enumerate(zip(weights.layers, caches, strict=True)):
-        hidden = _decoder_layer(ops, config, layer, cache, hidden, plan, rows, slots, config.sliding_windows[index])
+    for index, (layer, cache, next_norm) in enumerate(zip(weights.layers, caches, following, strict=True)):
+        attention = layer.attention
+        qkv = ops.linear(normed, attention.qkv)
+        q = ops.rotate_qkv_write(qkv, layout, attention.q_norm, attention.k_norm, eps, rows, cache, slots)
+        mixed = ops.paged_attention(plan, q, cache, scale=config.head_dim**-0.5, window=config.sliding_windows[index])
+        projected = ops.linear(ops.merge_heads(mixed), attention.dense)
+        hidden, normed = ops.add_rms_norm(hidden, projected, layer.post_norm, eps)
+        fed = ops.linear(ops.swiglu(ops.linear(normed, layer.mlp.gate_up)), layer.mlp.down)
+        hidden, normed = ops.add_rms_norm(hidden, fed, next_norm, eps)
         if index in capture_layers:
-            captured[index] = hidden
-    wanted = hidden if logit_rows is None else ops.take_rows(hidden, logit_rows)
-    logits = ops.linear(ops.rms_norm(wanted, weights.final_norm, config.rms_norm_eps), weights.head)
+            captured[index] = ops.snapshot(hidden)
+    wanted = normed if logit_rows is None else ops.take_rows(normed, logit_rows)
+    logits = ops.head_logits(ops.linear(wanted, weights.head))
     features = ops.concat_columns([captured[index] for index in capture_layers]) if capture_layers else None
-    return ops.to_float32(logits), features
-
-
-def _decoder_layer(
-    ops: Ops[T],
-    config: TargetConfig,
-    layer: LayerWeights[T],
-    cache: CacheLayer[T],
-    hidden: T,
-    plan: object,
-    rows: object,
-    slots: T,
-    window: int | None,
-) -> T:
-    qkv = ops.linear(ops.rms_norm(hidden, layer.input_norm, config.rms_norm_eps), layer.attention.qkv)
-    q, k, v = split_qkv(
-        ops, qkv, layer, rows, config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
-    )
-    ops.write_kv(cache, k, v, slots)
-    mixed = ops.paged_attention(plan, q, cache, scale=config.head_dim**-0.5, window=window)
-    hidden = ops.add(hidden, ops.linear(ops.merge_heads(mixed), layer.attention.dense))
-    gate_up = ops.linear(ops.rms_norm(hidden, layer.post_norm, config.rms_norm_eps), layer.mlp.gate_up)
-    return ops.add(hidden, ops.linear(ops.swiglu(gate_up), layer.mlp.down))
-
-
-def split_qkv(
-    ops: Ops[T],
-    qkv: T,
-    layer: LayerWeights[T],
-    rows: object,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    eps: float,
-) -> tuple[T, T, T]:
-    """``qkv [N, (heads + 2 kv_heads) * head_dim]`` → normed and rotated q, k, and plain v, each ``[N, heads, D]``."""
-    v = ops.heads(qkv, heads + kv_heads, kv_heads, head_dim)
-    q_norm, k_norm = layer.attention.q_norm, layer.attention.k_norm
-    if q_norm is None or k_norm is None:
-        # Without head norms q and k turn together: one rotation instead of two.
-        qk = ops.rotary(ops.heads(qkv, 0, heads + kv_heads, head_dim), rows)
-        return ops.head_range(qk, 0, heads), ops.head_range(qk, heads, kv_heads), v
-    q = ops.rotary(ops.rms_norm(ops.heads(qkv, 0, heads, head_dim), q_norm, eps), rows)
-    k = ops.rotary(ops.rms_norm(ops.heads(qkv, heads, kv_heads, head_dim), k_norm, eps), rows)
-    return q, k, v
+    return logits, features

@@ -271,6 +271,25 @@ def selector_walk(
     return tokens, q_rows
 
 
+def uniforms(seeds: Tensor, first_positions: Tensor, count: int, word: int) -> Tensor:
+    """One word of ``runtime/random_streams.py`` at ``first_positions[b] + j``, j < count: ``[B, count]`` float32.
+
+    Args:
+        seeds, first_positions: ``[B]`` int64. word: 0 walk, 1 accept, 2 residual.
+    """
+    batch = seeds.shape[0]
+    expected = [(name, x, (batch,), torch.int64) for name, x in (("seeds", seeds), ("positions", first_positions))]
+    pointers = _checked_pointers(expected, seeds)
+    out = torch.empty(batch, count, dtype=torch.float32, device=seeds.device)
+    types = [ctypes.c_void_p] * 3 + [ctypes.c_int32] * 3 + [ctypes.c_void_p]
+    with torch.cuda.device(seeds.device):
+        stream = torch.cuda.current_stream().cuda_stream
+        _function("dflash_uniforms", types)(
+            pointers["seeds"], pointers["positions"], out.data_ptr(), batch, count, word, stream
+        )
+    return out
+
+
 def accept(
     logits: Tensor,
     draft_tokens: Tensor,

@@ -8,6 +8,7 @@ N rows, H hidden, V vocabulary, K candidates, P pages per request.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -35,6 +36,15 @@ class CacheLayer(Generic[T]):
 
     k: T
     v: T
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """Heads of an attention projection: ``[N, (heads + 2 * kv_heads) * head_dim]`` gives q, then k, then v."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
 
 
 class Ops(Protocol[T]):
@@ -208,3 +218,50 @@ class Ops(Protocol[T]):
 
     def add_offsets(self, ids: T, offsets: T) -> T:
         """``ids + offsets[ids]``: draft vocabulary → target vocabulary (Speculators ``d2t``)."""
+
+    # Fused places; ``ops.composed.ComposedOps`` defines each from the operations above
+    def add_rms_norm(self, x: T, y: T, weight: T, eps: float) -> tuple[T, T]:
+        """``x + y`` (dtype of x) and its RMSNorm (dtype of the weight). x may be overwritten with the sum."""
+
+    def conv_add_rms_norm(self, x: T, y: T, dynamic: T, base: T, block_size: int, weight: T, eps: float) -> tuple[T, T]:
+        """:meth:`add_rms_norm` of x and ``grouped_dynamic_conv(y, dynamic, base, block_size)``."""
+
+    def snapshot(self, x: T) -> T:
+        """``x`` as it is now: what :meth:`add_rms_norm` may overwrite later stays valid in the result."""
+
+    def rotate_qkv(
+        self, qkv: T, layout: HeadLayout, q_norm: T | None, k_norm: T | None, eps: float, rows: Any
+    ) -> tuple[T, T, T]:
+        """A projection → normed and rotated q and k, and plain v, each ``[N, heads, head_dim]``."""
+
+    def rotate_qkv_write(
+        self,
+        qkv: T,
+        layout: HeadLayout,
+        q_norm: T | None,
+        k_norm: T | None,
+        eps: float,
+        rows: Any,
+        cache: CacheLayer[T],
+        slots: T,
+    ) -> T:
+        """:meth:`rotate_qkv`, then :meth:`write_kv` of k and v; returns q."""
+
+    def inject_kv(
+        self,
+        kv: T,
+        layout: HeadLayout,
+        k_norms: Sequence[T | None],
+        eps: float,
+        rows: Any,
+        caches: Sequence[CacheLayer[T]],
+        slots: T,
+    ) -> None:
+        """Norm and rotate K, write K and V of every layer at ``slots [N]``; ``kv [N, layers * 2 * kv_heads * D]``
+        is layer-major, K then V."""
+
+    def head_logits(self, x: T) -> T:
+        """Logits as a network gives them away: float32, or the compute dtype where readers convert as they read."""
+
+    def candidates(self, logits: T, k: int, multiplier: float, softcap: float | None) -> tuple[T, T]:
+        """:meth:`top_k` of ``softcap(multiplier * logits)`` in float32; softcap None is off."""

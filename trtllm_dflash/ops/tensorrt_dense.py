@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from trtllm_dflash.errors import BuildError
+from trtllm_dflash.ops.composed import ComposedOps
 from trtllm_dflash.ops.interface import Linear
 from trtllm_dflash.ops.tensorrt_network import Columns, NetworkTensor, NetworkWriter
 
@@ -89,7 +90,7 @@ class RotaryAt:
     positions: NetworkTensor
 
 
-class TensorRTDense:
+class TensorRTDense(ComposedOps[Columns]):
     """The part of :class:`trtllm_dflash.ops.interface.Ops` that no lowering changes.
 
     Args:

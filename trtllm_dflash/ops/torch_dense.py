@@ -10,6 +10,9 @@ from torch.nn import functional as F
 
 # oneDNN chooses the layout for this many rows; one chosen for a single row is slow for a verified block.
 _PACK_ROWS_HINT = 64
+_FP8_MAX = 448.0
+# A row of zeros divides by this instead of by zero.
+_SMALLEST_SCALE = 1e-12
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,14 @@ class PackedMatrix:
     blocked: Tensor
     out_features: int
     in_features: int
+
+
+@dataclass(frozen=True)
+class Fp8Matrix:
+    """A matrix of float8_e4m3 ``values [out, in]`` with one float32 scale per output, ``scales [1, out]``."""
+
+    values: Tensor
+    scales: Tensor
 
 
 def pack_matrix(weight: Tensor) -> Tensor | PackedMatrix:
@@ -41,11 +52,34 @@ def pack_matrix(weight: Tensor) -> Tensor | PackedMatrix:
     return PackedMatrix(blocked, weight.shape[0], weight.shape[1])
 
 
-def linear(x: Tensor, weight: Tensor | PackedMatrix, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: Tensor | PackedMatrix | Fp8Matrix, bias: Tensor | None) -> Tensor:
     """``x [N, in] @ weight.T + bias`` → ``[N, out]``."""
+    if isinstance(weight, Fp8Matrix):
+        return fp8_linear(x, weight, bias)
     if isinstance(weight, PackedMatrix):
         return torch.ops.mkldnn._linear_pointwise(x, weight.blocked, bias, "none", [], "")
     return F.linear(x, weight, bias)
+
+
+def fp8_linear(x: Tensor, weight: Fp8Matrix, bias: Tensor | None) -> Tensor:
+    """``x [N, in]`` rounded to float8 with one scale per row, times a float8 matrix, in float32; result in x's dtype.
+
+    On a GPU the product is torch's row-wise scaled one (SM 89 and newer); on a CPU the same arithmetic in float32.
+    """
+    values, scales = quantize_rows(x)
+    if x.device.type == "cuda":
+        out = torch._scaled_mm(
+            values, weight.values.t(), scale_a=scales, scale_b=weight.scales, out_dtype=x.dtype, use_fast_accum=True
+        )
+    else:
+        out = ((values.float() @ weight.values.float().t()) * scales * weight.scales).to(x.dtype)
+    return out if bias is None else out + bias
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """float8_e4m3 values ``[N, in]`` and float32 scales ``[N, 1]`` with ``x ≈ values * scales``."""
+    scales = (x.abs().amax(-1, keepdim=True).float() / _FP8_MAX).clamp_min(_SMALLEST_SCALE)
+    return (x / scales).to(torch.float8_e4m3fn), scales
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -9,10 +9,11 @@ from torch.nn import functional as F
 from trtllm_dflash.ops import torch_attention as attention
 from trtllm_dflash.ops import torch_dense as dense
 from trtllm_dflash.ops import torch_select as select
+from trtllm_dflash.ops.composed import ComposedOps
 from trtllm_dflash.ops.interface import CacheLayer, Linear
 
 
-class TorchOps:
+class TorchOps(ComposedOps[Tensor]):
     """``Ops[Tensor]``; documented in :class:`trtllm_dflash.ops.interface.Ops`."""
 
     def embedding(self, table: Tensor, ids: Tensor) -> Tensor:

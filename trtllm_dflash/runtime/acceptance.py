@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from trtllm_dflash.engine.session import DraftOutputs
+from trtllm_dflash.ops import cuda_select
 from trtllm_dflash.ops.torch_select import top_k
 from trtllm_dflash.runtime.random_streams import ACCEPT_WORD, RESIDUAL_WORD, uniforms
 from trtllm_dflash.runtime.slots import SamplingMode, SlotRows
-
 
 @dataclass(frozen=True)
 class Accepted:
@@ -66,8 +66,9 @@ def accept(
 
     Args:
         logits: processed logits ``[B, S, V]``; row j verifies draft j + 1.
-        draft: the proposals, or None when S = 1. block_lengths: ``[B]``, rows of the block that exist.
+        draft: the proposals, or None when S = 1. block_lengths: ``[B]``, rows of the block that exist, 0 = ended.
     """
+    logits = logits.float()
     batch, block_size, _ = logits.shape
     best_logits, greedy_tokens = logits.max(-1)
     offsets = torch.arange(block_size, device=logits.device)
@@ -98,6 +99,57 @@ def accept(
     tokens = torch.where(offsets < at_final, padded, torch.where(offsets == at_final, final, -1))
     faulty = (best_logits.isnan() & (offsets < block_lengths[:, None])).any(1)
     return Accepted(tokens, accepted, faulty)
+
+
+def accept_on_kernels(
+    rows: SlotRows, mode: SamplingMode, logits: Tensor, draft: DraftOutputs | None, block_lengths: Tensor
+) -> Accepted:
+    """:func:`accept` by the plugin library's kernel: CUDA tensors, logits of any float dtype."""
+    batch = logits.shape[0]
+    if draft is None:
+        tokens, candidates = rows.slots.new_empty(batch, 0), rows.slots.new_empty(batch, 0, 1)
+        q_rows = rows.temperatures.new_empty(batch, 0, 1)
+    else:
+        tokens, candidates, q_rows = draft.draft_tokens, draft.candidates, draft.q_rows
+    result = cuda_select.accept(
+        logits,
+        tokens,
+        candidates,
+        q_rows,
+        rows.temperatures,
+        rows.seeds,
+        rows.context_lengths + 1,
+        block_lengths=block_lengths,
+        top_k=rows.top_k if mode.filtered else None,
+        top_p=rows.top_p if mode.filtered else None,
+        min_p=rows.min_p if mode.filtered else None,
+    )
+    return Accepted(result.tokens, result.accepted, result.faulty)
+
+
+def force_acceptance(
+    accepted: Accepted, rows: SlotRows, drafts: Tensor, block_lengths: Tensor, mean_committed: float
+) -> Accepted:
+    """Commit ``mean_committed`` tokens on average whatever was verified, to measure cycles whose models are not real.
+
+    The whole part always, one more as often as the fraction says, by a hash of the request's progress.
+    """
+    wanted = mean_committed - 1
+    phase = _hash(rows.generated + rows.slots * 7919).double() / 2.0**32
+    count = (phase < wanted % 1.0).to(torch.int64) + int(wanted)
+    count = torch.minimum(count, (block_lengths - 1).clamp_min(0))
+    tokens = torch.nn.functional.pad(drafts, (0, 1))
+    tokens[:, -1] = rows.anchors
+    offsets = torch.arange(tokens.shape[1], device=tokens.device)
+    return Accepted(torch.where(offsets <= count[:, None], tokens, -1), count, torch.zeros_like(accepted.faulty))
+
+
+def _hash(values: Tensor) -> Tensor:
+    """Mixes int64 values to 32 bits (the finaliser of MurmurHash3, Appleby 2011)."""
+    mixed = values & 0xFFFFFFFF
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        mixed = ((mixed ^ (mixed >> shift)) * factor) & 0xFFFFFFFF
+    return mixed ^ (mixed >> 16)
 
 
 def _take(rows: Tensor, index: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from trtllm_dflash.engine.session import DraftInputs, DraftOutputs, EngineSession, TargetInputs, TargetOutputs
-from trtllm_dflash.runtime.acceptance import Accepted, accept
+from trtllm_dflash.ops import cuda_select
+from trtllm_dflash.runtime.acceptance import Accepted, accept, accept_on_kernels, force_acceptance
 from trtllm_dflash.runtime.logit_processing import process_logits
 from trtllm_dflash.runtime.random_streams import WALK_WORD, uniforms
 from trtllm_dflash.runtime.slots import SamplingMode, SlotRows, SlotState
@@ -42,26 +43,48 @@ class CycleResult:
 
 
 def draft_verify_cycle(
-    session: EngineSession, state: SlotState, slots: Tensor, block_size: int, page_columns: int, mode: SamplingMode
+    session: EngineSession,
+    state: SlotState,
+    slots: Tensor,
+    block_size: int,
+    page_columns: int,
+    mode: SamplingMode,
+    *,
+    forced_acceptance: float | None = None,
 ) -> CycleResult:
     """One cycle for the running ``slots [B]``. ``block_size`` 1 is plain decoding in the same machinery.
 
-    ``page_columns`` is a host-known bound of the pages any request of the batch touches.
+    ``page_columns`` is a host-known bound of the pages any request of the batch touches. ``forced_acceptance`` is for
+    measurements only: whatever the target says, that many tokens are committed on average (the bonus included), so the
+    output is not the target's.
     """
     rows, block_lengths = prepare(state, slots, block_size, page_columns)
     draft = draft_and_select(session, rows, block_lengths, block_size, mode)
     verified = verify(session, rows, draft, block_lengths, block_size)
     logits = verified.logits.view(slots.shape[0], block_size, -1)
-    result = settle(state, rows, mode, logits, draft, block_lengths)
+    result = settle(
+        state,
+        rows,
+        mode,
+        logits,
+        draft,
+        block_lengths,
+        kernels=session.uses_kernels,
+        forced_acceptance=forced_acceptance,
+    )
     inject(session, rows, verified.features, result.produced, block_size)
-    publish(state, rows, result)
+    publish(state, rows, result, mode)
     return result
 
 
 def prepare(state: SlotState, slots: Tensor, block_size: int, page_columns: int) -> tuple[SlotRows, Tensor]:
-    """Gather the slots' rows; a block never reaches beyond the tokens a request may still emit."""
+    """Gather the slots' rows; a block never reaches beyond the tokens a request may still emit.
+
+    A request that has ended has a block of no rows: it writes, attends to and emits nothing.
+    """
     rows = state.gather(slots, page_columns)
-    return rows, (rows.remaining + 1).clamp_max(block_size)
+    live = rows.remaining > 0
+    return rows, (rows.remaining + live).clamp_max(block_size)
 
 
 def draft_and_select(
@@ -71,7 +94,9 @@ def draft_and_select(
     if block_size == 1:
         return None
     shape = (rows.slots.shape[0], block_size - 1)
-    if mode.sampled:
+    if mode.sampled and session.uses_kernels:
+        draws = cuda_select.uniforms(rows.seeds, rows.context_lengths + 1, block_size - 1, WALK_WORD)
+    elif mode.sampled:
         positions = rows.context_lengths[:, None] + torch.arange(1, block_size, device=rows.slots.device)
         draws = uniforms(rows.seeds, positions)[..., WALK_WORD]
     else:
@@ -112,15 +137,20 @@ def settle(
     logits: Tensor,
     draft: DraftOutputs | None,
     block_lengths: Tensor,
+    *,
+    kernels: bool,
+    forced_acceptance: float | None = None,
 ) -> CycleResult:
     """Accept drafts and cut the result at stop ids and limits. ``logits [B, S, V]`` are the target's own."""
     drafts = rows.slots.new_empty(rows.slots.shape[0], 0) if draft is None else draft.draft_tokens
     processed = process_logits(state, rows, mode, logits, drafts)
-    accepted = accept(rows, mode, processed, draft, block_lengths)
+    accepted = (accept_on_kernels if kernels else accept)(rows, mode, processed, draft, block_lengths)
+    if forced_acceptance is not None:
+        accepted = force_acceptance(accepted, rows, drafts, block_lengths, forced_acceptance)
     produced, status = _cut(rows, accepted)
     if mode.logprobs is None:
         return CycleResult(accepted.tokens, produced, accepted.accepted, status)
-    logprobs = torch.log_softmax(logits, dim=-1)
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
     chosen = logprobs.gather(-1, accepted.tokens.clamp_min(0).unsqueeze(-1)).squeeze(-1)
     top = logprobs.topk(mode.logprobs, dim=-1)
     return CycleResult(accepted.tokens, produced, accepted.accepted, status, chosen, top.values, top.indices)
@@ -136,20 +166,22 @@ def inject(session: EngineSession, rows: SlotRows, features: Tensor, produced: T
     session.inject(features, positions.reshape(-1), slots.reshape(-1), queries_per_request=block_size)
 
 
-def publish(state: SlotState, rows: SlotRows, result: CycleResult) -> None:
-    """Move every slot forward by what was emitted."""
+def publish(state: SlotState, rows: SlotRows, result: CycleResult, mode: SamplingMode) -> None:
+    """Move every slot forward by what was emitted; one that stopped has nothing left to emit."""
     slots, produced = rows.slots, result.produced
-    emitted = torch.arange(result.tokens.shape[1], device=slots.device) < produced[:, None]
     last = result.tokens.gather(1, (produced - 1).clamp_min(0)[:, None]).squeeze(1)
-    state.anchors[slots] = torch.where(produced > 0, last, rows.anchors)
-    state.context_lengths[slots] = rows.context_lengths + produced
-    state.remaining[slots] = rows.remaining - produced
-    state.generated[slots] = rows.generated + produced
-    tokens = torch.where(emitted, result.tokens, 0)
-    slot_rows = slots[:, None]
-    state.output_counts.index_put_((slot_rows, tokens), emitted.to(state.output_counts.dtype), accumulate=True)
-    columns = rows.context_lengths[:, None] + 1 + torch.arange(tokens.shape[1], device=slots.device)
-    state.history[slot_rows, columns] = tokens
+    anchors = torch.where(produced > 0, last, rows.anchors)
+    remaining = torch.where(result.status == RUNNING, rows.remaining - produced, 0)
+    contexts, generated = rows.context_lengths + produced, rows.generated + produced
+    state.advance(slots, torch.stack((anchors, contexts, remaining, generated)))
+    if mode.penalties or mode.bad_words:
+        emitted = torch.arange(result.tokens.shape[1], device=slots.device) < produced[:, None]
+        tokens = torch.where(emitted, result.tokens, 0)
+        flat = slots[:, None] * state.output_counts.shape[1] + tokens
+        counts = emitted.to(state.output_counts.dtype)
+        state.output_counts.view(-1).scatter_add_(0, flat.view(-1), counts.view(-1))
+        columns = rows.context_lengths[:, None] + 1 + torch.arange(tokens.shape[1], device=slots.device)
+        state.history[slots[:, None], columns] = tokens
 
 
 def flat_slots(session: EngineSession, page_table: Tensor, positions: Tensor, exists: Tensor) -> Tensor:

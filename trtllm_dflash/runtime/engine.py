@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -14,10 +15,21 @@ from tokenizers import Tokenizer
 
 from trtllm_dflash.engine.session import EngineSession
 from trtllm_dflash.errors import EngineError, RequestError
-from trtllm_dflash.runtime.cycle import FAULTY, OUT_OF_LENGTH, STOPPED, CycleResult, draft_verify_cycle
+from trtllm_dflash.runtime.block_policy import BlockSizePolicy, CycleTable
+from trtllm_dflash.runtime.cycle import FAULTY, OUT_OF_LENGTH, STOPPED
+from trtllm_dflash.runtime.cycle_profile import CycleProfiler
+from trtllm_dflash.runtime.cycle_runner import (
+    CycleRunner,
+    EngineOptions,
+    HostResult,
+    PendingResult,
+    batch_choices,
+    block_size_choices,
+)
 from trtllm_dflash.runtime.outputs import EngineStats, FinishReason, OutputChunk, RequestMetrics, TokenLogprobs
 from trtllm_dflash.runtime.pages import PagePool
 from trtllm_dflash.runtime.prefill import plan_chunks, run_prefill
+from trtllm_dflash.runtime.refill import RefillPolicy
 from trtllm_dflash.runtime.request import Request, RequestSpec
 from trtllm_dflash.runtime.slots import SamplingMode, SlotState
 from trtllm_dflash.runtime.text import TextStream
@@ -38,6 +50,21 @@ _COUNTERS = (
 )
 
 
+# Cached tokens per request while the adaptive block size's table is measured.
+_PROFILE_CONTEXT = 512
+# While requests decode, at least this part of the token budget still goes to prompts.
+_PREFILL_SHARE = 4
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """A pass whose result nobody has read yet; ``block_size`` is None for a prefill's first tokens."""
+
+    requests: Sequence[Request]
+    pending: PendingResult
+    block_size: int | None
+
+
 class Engine:
     """Runs requests: admission, chunked prefill, draft-verify cycles, delivery.
 
@@ -46,10 +73,19 @@ class Engine:
 
     Args:
         session: the networks. tokenizer: for streaming text.
-        num_pages: pages of the KV caches. block_size: S of the cycle, 1 = no speculation.
+        num_pages: pages of the KV caches. block_size: S of the cycle (the largest when it adapts), 1 = no speculation.
+        options: how cycles are launched.
     """
 
-    def __init__(self, session: EngineSession, tokenizer: Tokenizer, *, num_pages: int, block_size: int) -> None:
+    def __init__(
+        self,
+        session: EngineSession,
+        tokenizer: Tokenizer,
+        *,
+        num_pages: int,
+        block_size: int,
+        options: EngineOptions | None = None,
+    ) -> None:
         limits = session.limits
         self._session = session
         self._tokenizer = tokenizer
@@ -64,6 +100,25 @@ class Engine:
             vocab_size=session.target_config.vocab_size,
             device=session.device,
         )
+        options = options or EngineOptions()
+        on_gpu = session.device.type == "cuda"
+        self._overlap = on_gpu if options.overlap is None else options.overlap
+        self._runner = CycleRunner(
+            session,
+            self._state,
+            graphs=session.uses_kernels if options.graphs is None else options.graphs,
+            forced_acceptance=options.forced_acceptance,
+        )
+        self.profiler = CycleProfiler(session, self._state, self._runner, num_pages)
+        self._policy: BlockSizePolicy | None = None
+        self.cycle_table: CycleTable | None = None
+        if options.adaptive and block_size > 1:
+            self.cycle_table = self.profiler.table(
+                batch_choices(limits.max_batch_size), block_size_choices(block_size), context=_PROFILE_CONTEXT
+            )
+            self._policy = BlockSizePolicy(self.cycle_table, block_size)
+        self._refill = RefillPolicy(limits.max_batch_size)
+        self._in_flight: deque[_Launched] = deque()
         self._free_slots = list(range(limits.max_batch_size - 1, -1, -1))
         self._arrived: deque[Request] = deque()
         self._waiting: deque[Request] = deque()
@@ -132,7 +187,7 @@ class Engine:
     def _run(self) -> None:
         while True:
             with self._wake:
-                while not (self._closing or self._arrived or self._waiting or self._running):
+                while not (self._closing or self._arrived or self._waiting or self._running or self._in_flight):
                     self._wake.wait()
                 if self._closing:
                     break
@@ -149,13 +204,20 @@ class Engine:
 
     @torch.inference_mode()
     def _step(self) -> None:
-        """One turn of the loop: cancel, admit, prefill one budget of prompt tokens, one cycle for the rest."""
+        """One turn of the loop: cancel, admit, launch prefill and a cycle, then read what was launched a turn ago."""
         for request in [*self._waiting, *self._running]:
             if request.cancelled:
                 self._finish(request, "cancelled")
-        self._admit()
-        self._prefill([r for r in self._running if r.prefilled < len(r.spec.prompt)])
-        self._decode([r for r in self._running if r.prefilled == len(r.spec.prompt)])
+        if self._refill.is_open(len(self._waiting), len(self._running), len(self._free_slots), time.perf_counter()):
+            self._admit()
+        decoding = [r for r in self._running if r.is_prefilled and r.may_emit]
+        launched = self._prefill([r for r in self._running if not r.is_prefilled], len(decoding))
+        launched += self._decode([r for r in self._running if r.is_prefilled and r.may_emit])
+        self._in_flight.extend(launched)
+        # With overlap the newest cycle is read a turn later, while the device runs the one after it.
+        kept = 1 if self._overlap and launched else 0
+        while len(self._in_flight) > kept:
+            self._deliver(self._in_flight.popleft())
 
     def _fail_all(self, error: Exception) -> None:
         for request in [*self._running, *self._waiting]:
@@ -193,39 +255,58 @@ class Engine:
                 logger.exception("request %s could not be started", spec.request_id)
                 self._finish(request, "error", f"the request could not be started: {type(error).__name__}")
 
-    def _prefill(self, requests: Sequence[Request]) -> None:
+    def _prefill(self, requests: Sequence[Request], decoding: int) -> list[_Launched]:
+        """Launch one budget of prompt tokens; what the cycle of ``decoding`` requests computes is taken from it."""
         if not requests:
-            return
-        chunks = plan_chunks(requests, self._session.limits.max_num_tokens)
-        groups = [chunks]
+            return []
+        whole = self._session.limits.max_num_tokens
+        budget = max(whole - decoding * self._block_size, whole // _PREFILL_SHARE, 1)
+        groups = [plan_chunks(requests, budget)]
+        launched = []
         while groups:
             group = groups.pop(0)
             try:
                 completed, result = run_prefill(self._session, self._state, group)
+                if result is not None:
+                    launched.append(_Launched(completed, PendingResult(result), block_size=None))
             except Exception as error:
                 groups[:0] = self._isolate(error, group, [chunk.request for chunk in group])
                 continue
-            if result is not None:
-                self._deliver(completed, result, drafted=None)
+            for request in completed:
+                request.in_flight += 1
+        return launched
 
-    def _decode(self, requests: Sequence[Request]) -> None:
+    def _decode(self, requests: Sequence[Request]) -> list[_Launched]:
         groups = [list(requests)] if requests else []
+        launched = []
         while groups:
             group = groups.pop(0)
             try:
-                block_size = min(self._block_size, max(r.remaining_host for r in group) + 1)
-                longest = max(r.context_host for r in group) + block_size
-                columns = min(_pages(longest, self._session.limits.page_tokens), self._state.page_table.shape[1])
+                block_size = self._choose_block_size(group)
+                columns = self._columns(group, block_size)
                 mode = SamplingMode()
                 for request in group:
                     mode |= request.spec.mode
-                slots = torch.tensor([r.slot for r in group], dtype=torch.int64, device=self._session.device)
-                result = draft_verify_cycle(self._session, self._state, slots, block_size, columns, mode)
+                slots = [r.slot for r in group if r.slot is not None]
+                pending = self._runner.launch(slots, block_size, columns, mode)
             except Exception as error:
                 groups[:0] = self._isolate(error, group, group)
                 continue
-            drafted = [min(block_size, r.remaining_host + 1) - 1 for r in group]
-            self._deliver(group, result, drafted=drafted)
+            for request in group:
+                request.in_flight += 1
+            launched.append(_Launched(group, pending, block_size))
+        return launched
+
+    def _choose_block_size(self, group: Sequence[Request]) -> int:
+        useful = max(r.remaining_host for r in group) + 1
+        if self._policy is None or any(r.is_reproducible for r in group):
+            return min(self._block_size, useful)
+        return self._policy.choose(len(group), useful)
+
+    def _columns(self, group: Sequence[Request], block_size: int) -> int:
+        """Pages that any of the group's blocks may touch: each cycle not yet read may have moved a context by S."""
+        furthest = max(r.context_host + r.in_flight * self._block_size for r in group) + block_size
+        return min(_pages(furthest, self._session.limits.page_tokens), self._state.page_table.shape[1])
 
     def _isolate(
         self, error: Exception, members: Sequence[_Member], requests: Sequence[Request]
@@ -237,22 +318,31 @@ class Engine:
         self._finish(requests[0], "error", f"the engine failed while running this request: {type(error).__name__}")
         return []
 
-    def _deliver(self, requests: Sequence[Request], result: CycleResult, drafted: Sequence[int] | None) -> None:
-        tokens, produced, status = result.tokens.tolist(), result.produced.tolist(), result.status.tolist()
-        logprobs = _host_logprobs(result)
-        for row, request in enumerate(requests):
-            if status[row] == FAULTY:
+    def _deliver(self, launched: _Launched) -> None:
+        """Read one pass and hand out its tokens; requests that have ended meanwhile get nothing of it."""
+        result = launched.pending.read(len(launched.requests))
+        for request in launched.requests:
+            request.in_flight -= 1
+        if self._policy is not None and launched.block_size is not None:
+            live = [row for row, request in enumerate(launched.requests) if not request.finished]
+            self._policy.observe(launched.block_size, [result.accepted[row] for row in live])
+        for row, request in enumerate(launched.requests):
+            if request.finished:
+                continue
+            if result.status[row] == FAULTY:
                 self._finish(request, "error", "the target's logits are not numbers")
                 continue
-            count = produced[row]
-            wanted = request.spec.params.logprobs
+            tokens = result.tokens[row][: result.produced[row]]
+            drafted = None
+            if launched.block_size is not None:
+                drafted = min(launched.block_size, request.remaining_host + 1) - 1
             try:
                 request.deliver(
-                    tokens[row][:count],
-                    [] if wanted is None else logprobs(row, tokens[row][:count], wanted),
-                    stopped=status[row] == STOPPED,
-                    at_limit=status[row] == OUT_OF_LENGTH,
-                    drafted=None if drafted is None else drafted[row],
+                    tokens,
+                    _token_logprobs(result, row, tokens, request.spec.params.logprobs),
+                    stopped=result.status[row] == STOPPED,
+                    at_limit=result.status[row] == OUT_OF_LENGTH,
+                    drafted=drafted,
                 )
             except Exception as error:
                 logger.exception("the output of request %s could not be delivered", request.spec.request_id)
@@ -301,20 +391,17 @@ def _pages(tokens: int, page_tokens: int) -> int:
     return -(-tokens // page_tokens)
 
 
-def _host_logprobs(result: CycleResult) -> Callable[[int, Sequence[int], int], list[TokenLogprobs]]:
-    """Logprobs of one row's emitted tokens with the wanted number of alternatives."""
-    chosen = result.logprobs.tolist() if result.logprobs is not None else []
-    top_values = result.top_logprobs.tolist() if result.top_logprobs is not None else []
-    top_ids = result.top_ids.tolist() if result.top_ids is not None else []
-
-    def of_row(row: int, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
-        return [
-            TokenLogprobs(
-                token,
-                chosen[row][column],
-                tuple(zip(top_ids[row][column][:count], top_values[row][column][:count], strict=True)),
-            )
-            for column, token in enumerate(tokens)
-        ]
-
-    return of_row
+def _token_logprobs(result: HostResult, row: int, tokens: Sequence[int], count: int | None) -> list[TokenLogprobs]:
+    """Logprobs of one row's emitted tokens with ``count`` alternatives each; none when nobody asked."""
+    if count is None or result.logprobs is None or result.top_ids is None or result.top_logprobs is None:
+        return []
+    return [
+        TokenLogprobs(
+            token,
+            result.logprobs[row][column],
+            tuple(
+                zip(result.top_ids[row][column][:count], result.top_logprobs[row][column][:count], strict=True),
+            ),
+        )
+        for column, token in enumerate(tokens)
+    ]

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import threading
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
 from typing import Literal
 
 from trtllm_dflash.config.sampling import SamplingParams
-from trtllm_dflash.engine.directory import load_session, open_engine_directory
+from trtllm_dflash.engine.directory import Backend, load_session, open_engine_directory
 from trtllm_dflash.engine.session import EngineSession
+from trtllm_dflash.engine.torch_session import KernelChoice
 from trtllm_dflash.errors import EngineError, RequestError
+from trtllm_dflash.runtime.block_policy import CycleTable
+from trtllm_dflash.runtime.cycle_profile import CycleProfiler
+from trtllm_dflash.runtime.cycle_runner import EngineOptions, expected_graphs
 from trtllm_dflash.runtime.engine import Engine
-from trtllm_dflash.runtime.memory import plan_cache_pages
+from trtllm_dflash.runtime.memory import plan_memory
 from trtllm_dflash.runtime.outputs import EngineStats, OutputChunk, RequestOutput, TokenLogprobs
 from trtllm_dflash.runtime.prompting import PROMPT_KINDS, Prompt, PromptEncoder
 from trtllm_dflash.runtime.request import RequestSpec
@@ -28,6 +34,8 @@ from trtllm_dflash.runtime.slots import (
     SamplingMode,
 )
 
+logger = logging.getLogger(__name__)
+
 SpeculationMode = Literal["auto", "on", "off"]
 
 
@@ -36,10 +44,13 @@ class LLM:
 
     Args:
         engines: directory written by ``trtllm-dflash build``.
-        speculation: ``auto`` speculates when the engine has a drafter, ``on`` insists on one, ``off`` decodes plainly.
+        speculation: ``auto`` speculates when the engine has a drafter, on a GPU with the block size that pays most;
+            ``on`` insists on a drafter and always uses the whole block; ``off`` decodes plainly.
         device: ``cpu`` or ``cuda:N``; None takes the first CUDA GPU or else the CPU.
         block_size: S, up to the engine's; None takes the engine's.
         kv_cache_tokens: tokens of the KV caches; None takes what the limits need, bounded by free memory.
+        kernels: what the torch backend computes with on a GPU: ``auto``, ``plugins`` (insist) or ``torch``.
+        options: how cycles are launched; the defaults are right unless something is being measured.
 
     Raises:
         EngineError, ConfigError, CheckpointError: the directory is missing, damaged or cannot run here.
@@ -53,21 +64,65 @@ class LLM:
         device: str | None = None,
         block_size: int | None = None,
         kv_cache_tokens: int | None = None,
+        kernels: KernelChoice = "auto",
+        options: EngineOptions | None = None,
     ) -> None:
         engine_path = Path(engines)
-        self._session: EngineSession = load_session(engine_path, device=device)
-        limits = self._session.limits
-        self._block_size = _choose_block_size(self._session, speculation, block_size)
-        self._prompts = PromptEncoder(engine_path / "tokenizer", self._session.target_config.vocab_size)
-        self.memory = plan_cache_pages(self._session, kv_cache_tokens)
+        session = load_session(engine_path, device=device, kernels=kernels)
+        backend = open_engine_directory(engine_path, verify=False).backend
+        self._start(session, engine_path / "tokenizer", backend, speculation, block_size, kv_cache_tokens, options)
+
+    @classmethod
+    def of_session(
+        cls,
+        session: EngineSession,
+        tokenizer: str | Path,
+        *,
+        speculation: SpeculationMode = "auto",
+        block_size: int | None = None,
+        kv_cache_tokens: int | None = None,
+        options: EngineOptions | None = None,
+    ) -> LLM:
+        """An LLM on a session that is already there, with the tokenizer of a directory; it then owns the session."""
+        llm = cls.__new__(cls)
+        llm._start(session, Path(tokenizer), "torch", speculation, block_size, kv_cache_tokens, options)
+        return llm
+
+    def _start(
+        self,
+        session: EngineSession,
+        tokenizer: Path,
+        backend: Backend,
+        speculation: SpeculationMode,
+        block_size: int | None,
+        kv_cache_tokens: int | None,
+        options: EngineOptions | None,
+    ) -> None:
+        self._session = session
+        self._block_size = _choose_block_size(session, speculation, block_size)
+        self._prompts = PromptEncoder(tokenizer, session.target_config.vocab_size)
+        options = _resolve_options(options or EngineOptions(), speculation, session)
+        self.memory = plan_memory(
+            session,
+            kv_cache_tokens,
+            block_size=self._block_size,
+            graphs=expected_graphs(session, self._block_size, options),
+        )
+        logger.info("memory plan: %s", self.memory.describe())
         self._engine = Engine(
-            self._session,
+            session,
             self._prompts.backend,
             num_pages=self.memory.num_pages,
             block_size=self._block_size,
+            options=options,
         )
-        self.limits = limits
-        self.backend = open_engine_directory(engine_path, verify=False).backend
+        self.limits = session.limits
+        self.backend: Backend = backend
+
+    @property
+    def profiler(self) -> CycleProfiler:
+        """Measures cycles; only while no request is running."""
+        return self._engine.profiler
 
     @property
     def block_size(self) -> int:
@@ -83,6 +138,11 @@ class LLM:
     def has_chat_template(self) -> bool:
         """Whether chat messages can be prompts."""
         return self._prompts.has_chat_template
+
+    @property
+    def cycle_table(self) -> CycleTable | None:
+        """Measured seconds per cycle that the adaptive block size goes by; None without it."""
+        return self._engine.cycle_table
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of a prompt as :meth:`generate` would use them."""
@@ -258,6 +318,12 @@ class _Collector:
             logprobs=tuple(self._logprobs) if self._spec.params.logprobs is not None else None,
             error=last.error,
         )
+
+
+def _resolve_options(options: EngineOptions, speculation: SpeculationMode, session: EngineSession) -> EngineOptions:
+    if options.adaptive is not None:
+        return options
+    return replace(options, adaptive=speculation == "auto" and session.device.type == "cuda")
 
 
 def _choose_block_size(session: EngineSession, speculation: SpeculationMode, wanted: int | None) -> int:

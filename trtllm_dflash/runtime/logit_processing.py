@@ -16,14 +16,15 @@ def process_logits(state: SlotState, rows: SlotRows, mode: SamplingMode, logits:
     """Apply bad words, min_tokens, logit_bias and penalties, in this order.
 
     Args:
-        logits: ``[B, S, V]`` float32, not changed. drafts: ``[B, S-1]``.
+        logits: ``[B, S, V]``, not changed. drafts: ``[B, S-1]``.
 
     Returns:
-        ``[B, S, V]`` float32; ``logits`` itself when ``mode`` asks for nothing.
+        ``[B, S, V]`` float32, or ``logits`` itself when ``mode`` asks for nothing.
     """
     if not (mode.bad_words or mode.min_tokens or mode.bias or mode.penalties):
         return logits
-    logits = logits.clone()
+    # A float32 copy, whatever the network gave.
+    logits = logits.to(torch.float32, copy=True)
     if mode.bad_words:
         _ban_bad_words(state, rows, logits, drafts)
     if mode.min_tokens:
@@ -48,7 +49,8 @@ def _penalise(state: SlotState, rows: SlotRows, logits: Tensor, drafts: Tensor) 
     repetition = state.repetition[rows.slots].view(-1, 1, 1)
     logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
     logits = logits - state.frequency[rows.slots].view(-1, 1, 1) * counts
-    return logits - state.presence[rows.slots].view(-1, 1, 1) * (counts > 0)
+    penalised: Tensor = logits - state.presence[rows.slots].view(-1, 1, 1) * (counts > 0)
+    return penalised
 
 
 def _ban_early_stops(state: SlotState, rows: SlotRows, logits: Tensor) -> None:

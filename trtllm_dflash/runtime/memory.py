@@ -11,24 +11,60 @@ from trtllm_dflash.engine.session import EngineSession
 from trtllm_dflash.errors import EngineError
 
 _CPU_SHARE, _GPU_SHARE = 0.5, 0.9
+_MIB = 2**20
+# Measured on an H200: a graph node of these cycles, and what cuBLAS and the allocator keep.
+_GRAPH_NODE_BYTES = 2048
+_NODES_PER_LAYER, _NODES_BESIDES = 12, 120
+_LIBRARY_BYTES = 160 * _MIB
 
 
 @dataclass(frozen=True)
 class CachePlan:
-    """Pages of the KV caches and their bytes (both caches, every layer)."""
+    """Pages of the KV caches, and the bytes of everything that is taken.
+
+    Attributes:
+        num_pages, page_tokens: of both caches. cache_bytes: both caches, every layer.
+        weight_bytes: weights and tables; what target and drafter share counts once.
+        state_bytes: what is kept per slot. pass_bytes: activations and logits of the largest pass.
+        graph_bytes: recorded CUDA graphs and what libraries keep on the device.
+    """
 
     num_pages: int
     page_tokens: int
     cache_bytes: int
+    weight_bytes: int = 0
+    state_bytes: int = 0
+    pass_bytes: int = 0
+    graph_bytes: int = 0
 
     @property
     def tokens(self) -> int:
         """Tokens that fit."""
         return self.num_pages * self.page_tokens
 
+    @property
+    def total_bytes(self) -> int:
+        """Everything."""
+        return self.cache_bytes + self.weight_bytes + self.state_bytes + self.pass_bytes + self.graph_bytes
 
-def plan_cache_pages(session: EngineSession, kv_cache_tokens: int | None) -> CachePlan:
-    """Pages for ``kv_cache_tokens``, or for the engine's limits as far as free memory allows.
+    def describe(self) -> str:
+        """The plan on one line."""
+        parts = (
+            ("weights", self.weight_bytes),
+            (f"KV caches of {self.tokens} tokens", self.cache_bytes),
+            ("slots", self.state_bytes),
+            ("largest pass", self.pass_bytes),
+            ("graphs and libraries", self.graph_bytes),
+        )
+        listed = ", ".join(f"{name} {size / _MIB:.0f}" for name, size in parts if size)
+        return f"{self.total_bytes / _MIB:.0f} MiB: {listed}"
+
+
+def plan_memory(session: EngineSession, kv_cache_tokens: int | None, *, block_size: int, graphs: int) -> CachePlan:
+    """Pages for ``kv_cache_tokens``, or for the engine's limits as far as free memory allows; and the rest of the plan.
+
+    Args:
+        block_size: the largest S that will run. graphs: CUDA graphs that will be recorded.
 
     Raises:
         EngineError: not even one request of max_seq_len fits.
@@ -36,6 +72,8 @@ def plan_cache_pages(session: EngineSession, kv_cache_tokens: int | None) -> Cac
     limits = session.limits
     page_tokens, page_bytes = limits.page_tokens, session.cache_bytes_per_page()
     per_request = -(-limits.max_seq_len // page_tokens)
+    state, passes = _state_bytes(session), _pass_bytes(session, block_size)
+    graph_bytes = _graph_bytes(session, graphs)
     if kv_cache_tokens is not None:
         if kv_cache_tokens < page_tokens:
             raise EngineError(
@@ -43,15 +81,48 @@ def plan_cache_pages(session: EngineSession, kv_cache_tokens: int | None) -> Cac
             )
         pages = kv_cache_tokens // page_tokens
     else:
-        affordable = _usable_bytes(session.device) // page_bytes
+        affordable = max(0, _usable_bytes(session.device) - state - passes - graph_bytes) // page_bytes
         pages = min(limits.max_batch_size * per_request, affordable)
         if pages < per_request:
             raise EngineError(
                 f"{affordable} KV cache pages fit in free memory, one request of max_seq_len {limits.max_seq_len} "
-                f"needs {per_request} ({per_request * page_bytes / 2**20:.0f} MiB)",
+                f"needs {per_request} ({per_request * page_bytes / _MIB:.0f} MiB)",
                 hint="free memory, or build with a smaller --max-seq-len",
             )
-    return CachePlan(pages, page_tokens, pages * page_bytes)
+    return CachePlan(pages, page_tokens, (pages + 1) * page_bytes, session.weight_bytes(), state, passes, graph_bytes)
+
+
+def _state_bytes(session: EngineSession) -> int:
+    """Penalty counts are int32 and prompt flags bytes, per slot and token id; the history is int64."""
+    limits = session.limits
+    per_slot = 5 * session.target_config.vocab_size + 8 * (limits.max_seq_len + limits.block_size)
+    return (limits.max_batch_size + 1) * per_slot
+
+
+def _pass_bytes(session: EngineSession, block_size: int) -> int:
+    """The larger of the largest prefill and the largest verification with its draft."""
+    target, drafter, limits = session.target_config, session.drafter_config, session.limits
+    width = 2 if target.dtype != "float32" else 4
+    captured = 0 if drafter is None else 2 * len(drafter.target_layer_ids) * target.hidden_size
+    qkv = (target.num_heads + 2 * target.num_kv_heads) * target.head_dim
+    # Residual, norm, projections before and after attention, and the MLP's two widths live at one time.
+    per_token = width * (3 * target.hidden_size + 2 * qkv + 3 * target.intermediate_size + captured)
+    logits = target.vocab_size * (width + 4)
+    rows = limits.max_batch_size * block_size
+    verify = rows * (per_token + logits)
+    if drafter is not None and block_size > 1:
+        verify += rows * target.vocab_size * width
+    prefill = limits.max_num_tokens * per_token + min(limits.max_batch_size, limits.max_num_tokens) * logits
+    return max(verify, prefill)
+
+
+def _graph_bytes(session: EngineSession, graphs: int) -> int:
+    if session.device.type != "cuda":
+        return 0
+    layers = session.target_config.num_layers
+    if session.drafter_config is not None:
+        layers += session.drafter_config.num_layers
+    return graphs * (_NODES_PER_LAYER * layers + _NODES_BESIDES) * _GRAPH_NODE_BYTES + _LIBRARY_BYTES
 
 
 def _usable_bytes(device: torch.device) -> int:

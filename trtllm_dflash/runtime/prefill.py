@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from trtllm_dflash.engine.session import EngineSession, TargetInputs
+from trtllm_dflash.errors import EngineError
 from trtllm_dflash.runtime.cycle import CycleResult, flat_slots, publish, settle
 from trtllm_dflash.runtime.request import Request
-from trtllm_dflash.runtime.slots import SamplingMode, SlotState
+from trtllm_dflash.runtime.slots import SamplingMode, SlotState, upload
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,13 @@ class PrefillChunk:
     request: Request
     start: int
     count: int
+
+    @property
+    def slot(self) -> int:
+        """The request's slot; an admitted request has one."""
+        if self.request.slot is None:
+            raise EngineError(f"request {self.request.spec.request_id} has no slot")
+        return self.request.slot
 
     @property
     def completes(self) -> bool:
@@ -49,9 +57,8 @@ def run_prefill(
     device = session.device
     page_tokens = session.limits.page_tokens
     columns = max((chunk.start + chunk.count + page_tokens - 1) // page_tokens for chunk in chunks)
-    slots = torch.tensor([chunk.request.slot for chunk in chunks], dtype=torch.int64, device=device)
-    starts = torch.tensor([chunk.start for chunk in chunks], dtype=torch.int64, device=device)
-    counts = torch.tensor([chunk.count for chunk in chunks], dtype=torch.int64, device=device)
+    facts = [[chunk.slot, chunk.start, chunk.count] for chunk in chunks]
+    slots, starts, counts = upload(facts, torch.int64, device).t().contiguous()
     ends = counts.cumsum(0)
     total = sum(chunk.count for chunk in chunks)
     owner = torch.repeat_interleave(torch.arange(len(chunks), device=device), counts, output_size=total)
@@ -67,14 +74,14 @@ def run_prefill(
     completing = [index for index, chunk in enumerate(chunks) if chunk.completes]
     outputs = session.target(
         TargetInputs(
-            input_ids=torch.tensor(ids, dtype=torch.int64, device=device),
+            input_ids=upload(ids, torch.int64, device),
             positions=positions,
             slots=cache_slots,
             page_table=page_table,
             context_lengths=starts,
             query_starts=torch.nn.functional.pad(ends, (1, 0)),
             # One row at least: the head is never asked for an empty product.
-            logit_rows=(ends - 1)[completing] if completing else ends[-1:] - 1,
+            logit_rows=(ends - 1).index_select(0, upload(completing or [len(chunks) - 1], torch.int64, device)),
             max_query=max(chunk.count for chunk in chunks),
         )
     )
@@ -87,10 +94,11 @@ def run_prefill(
     mode = SamplingMode()
     for request in requests:
         mode |= request.spec.mode
-    rows = state.gather(slots[completing], columns)
+    rows = state.gather(slots.index_select(0, upload(completing, torch.int64, device)), columns)
     block_lengths = torch.ones(len(requests), dtype=torch.int64, device=device)
-    result = settle(state, rows, mode, outputs.logits.unsqueeze(1), None, block_lengths)
-    publish(state, rows, result)
+    logits = outputs.logits.unsqueeze(1)
+    result = settle(state, rows, mode, logits, None, block_lengths, kernels=session.uses_kernels)
+    publish(state, rows, result, mode)
     _advance(chunks)
     return requests, result
 

@@ -34,7 +34,11 @@ class RequestSpec:
 
 @dataclass
 class Request:
-    """Progress of one request. ``context_host`` mirrors the slot's context length (known after each cycle)."""
+    """Progress of one request.
+
+    ``context_host`` is the slot's context length as far as results were read; ``in_flight`` counts the passes that were
+    launched and not read, each of which emits at least one token unless the request has ended.
+    """
 
     spec: RequestSpec
     text: TextStream
@@ -45,6 +49,7 @@ class Request:
     pages: int = 0
     prefilled: int = 0
     context_host: int = 0
+    in_flight: int = 0
     emitted: int = 0
     cancelled: bool = False
     finished: bool = False
@@ -58,8 +63,23 @@ class Request:
         self.histogram = [0] * self.block_size
 
     @property
+    def is_prefilled(self) -> bool:
+        """Whether every prompt token's pass has been launched."""
+        return self.prefilled == len(self.spec.prompt)
+
+    @property
+    def is_reproducible(self) -> bool:
+        """Sampled with a seed of its own: what is drawn then must not depend on block sizes chosen by the clock."""
+        return self.spec.mode.sampled and self.spec.params.seed is not None
+
+    @property
+    def may_emit(self) -> bool:
+        """Whether the passes in flight may leave something to emit."""
+        return self.remaining_host > self.in_flight
+
+    @property
     def remaining_host(self) -> int:
-        """Output tokens still allowed."""
+        """Output tokens still allowed, as far as results were read."""
         return self.spec.max_output_tokens - self.emitted
 
     def deliver(

@@ -7,7 +7,7 @@ slots it runs and publishes what changed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ _NO_TOKEN = -2
 _ANY_TOKEN = -1
 # Beyond every useful value, and times a logit still a float32.
 _LARGE = 1e30
+# Rows of the scalar matrices: anchor, context length, remaining, generated, seed, top-k, min_tokens; and temperature,
+# top-p, min-p and three penalties.
+_INT_ROWS, _FLOAT_ROWS = 7, 6
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,10 @@ class SamplingMode:
             self.min_tokens or other.min_tokens,
             max(wanted) if wanted else None,
         )
+
+    def on_kernels(self) -> SamplingMode:
+        """The mode as the acceptance kernel needs it: it filters exactly without a bound, so fewer graphs differ."""
+        return replace(self, top_k_bound=None)
 
     @staticmethod
     def of(params: SamplingParams) -> SamplingMode:
@@ -105,7 +112,10 @@ class SlotRows:
 
 
 class SlotState:
-    """Device tensors of every slot.
+    """Device tensors of every slot, and of one idle slot (the last) that pads a batch: it emits and writes nothing.
+
+    Scalars of all slots lie in two matrices, one row per quantity: a batch gathers them in two launches, and each
+    gathered row is contiguous.
 
     Args:
         slots: number of slots. history_length: longest sequence plus one block, which may reach past it.
@@ -121,36 +131,46 @@ class SlotState:
         vocab_size: int,
         device: torch.device,
     ) -> None:
+        rows = slots + 1
+
         def ints(*shape: int, fill: int = 0) -> Tensor:
             return torch.full(shape, fill, dtype=torch.int64, device=device)
 
-        def floats(fill: float) -> Tensor:
-            return torch.full((slots,), fill, dtype=torch.float32, device=device)
-
         self.device = device
         self.scratch_page = scratch_page
-        self.anchors = ints(slots)
-        self.context_lengths = ints(slots)
-        self.remaining = ints(slots)
-        self.generated = ints(slots)
-        self.page_table = ints(slots, pages_per_request, fill=scratch_page)
-        self.seeds = ints(slots)
-        self.temperatures = floats(0.0)
-        self.top_k = ints(slots)
-        self.top_p = floats(1.0)
-        self.min_p = floats(0.0)
-        self.repetition = floats(1.0)
-        self.presence = floats(0.0)
-        self.frequency = floats(0.0)
-        self.min_tokens = ints(slots)
-        self.stop_ids = ints(slots, MAX_STOP_IDS, fill=-1)
-        self.bias_ids = ints(slots, MAX_BIAS_IDS)
-        self.bias_values = torch.zeros(slots, MAX_BIAS_IDS, dtype=torch.float32, device=device)
-        self.bad_prefixes = ints(slots, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS - 1, fill=_NO_TOKEN)
-        self.bad_last = ints(slots, MAX_BAD_WORDS)
-        self.history = ints(slots, history_length)
-        self.output_counts = torch.zeros(slots, vocab_size, dtype=torch.int32, device=device)
-        self.prompt_seen = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
+        self.idle_slot = slots
+        self._ints = ints(_INT_ROWS, rows)
+        (
+            self.anchors,
+            self.context_lengths,
+            self.remaining,
+            self.generated,
+            self.seeds,
+            self.top_k,
+            self.min_tokens,
+        ) = self._ints
+        self._floats = torch.zeros(_FLOAT_ROWS, rows, dtype=torch.float32, device=device)
+        self.temperatures, self.top_p, self.min_p, self.repetition, self.presence, self.frequency = self._floats
+        self.top_p.fill_(1.0)
+        self.repetition.fill_(1.0)
+        # An idle block attends to nothing of its own, and a softmax over no key at all is NaN.
+        self.context_lengths[slots] = 1
+        self._biased: set[int] = set()
+        self._banned: set[int] = set()
+        self.page_table = ints(rows, pages_per_request, fill=scratch_page)
+        self.stop_ids = ints(rows, MAX_STOP_IDS, fill=-1)
+        self.bias_ids = ints(rows, MAX_BIAS_IDS)
+        self.bias_values = torch.zeros(rows, MAX_BIAS_IDS, dtype=torch.float32, device=device)
+        self.bad_prefixes = ints(rows, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS - 1, fill=_NO_TOKEN)
+        self.bad_last = ints(rows, MAX_BAD_WORDS)
+        self.history = ints(rows, history_length)
+        self.output_counts = torch.zeros(rows, vocab_size, dtype=torch.int32, device=device)
+        self.prompt_seen = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor) and value._base is None)
 
     def start(
         self,
@@ -164,64 +184,101 @@ class SlotState:
         bad_words: Sequence[Sequence[int]],
         pages: Sequence[int],
     ) -> None:
-        """Fill ``slot`` for a new request; nothing of the previous one remains. ``seed`` is any 64-bit pattern."""
-        device = self.device
-        self.anchors[slot] = prompt[-1]
-        # The last prompt token plays the anchor of the first (draftless) acceptance.
-        self.context_lengths[slot] = len(prompt) - 1
-        self.remaining[slot] = max_output_tokens
-        self.generated[slot] = 0
-        self.page_table[slot].fill_(self.scratch_page)
-        self.page_table[slot, : len(pages)] = torch.tensor(list(pages), dtype=torch.int64, device=device)
-        self.seeds[slot] = seed - (1 << 64) if seed >= 1 << 63 else seed
-        self.temperatures[slot] = 0.0 if params.is_greedy else min(params.temperature, _LARGE)
-        self.top_k[slot] = min(params.top_k, self.output_counts.shape[1])
-        self.top_p[slot] = params.top_p
-        self.min_p[slot] = params.min_p
-        self.repetition[slot] = min(max(params.repetition_penalty, 1 / _LARGE), _LARGE)
-        self.presence[slot] = params.presence_penalty
-        self.frequency[slot] = params.frequency_penalty
-        self.min_tokens[slot] = min(params.min_tokens, max_output_tokens)
-        self.stop_ids[slot].fill_(-1)
-        self.stop_ids[slot, : len(stop_ids)] = torch.tensor(list(stop_ids), dtype=torch.int64, device=device)
+        """Fill ``slot`` for a new request; nothing of the previous one that it will read remains.
+
+        ``seed`` is any 64-bit pattern. Nothing here waits for the device.
+        """
+        mode = SamplingMode.of(params)
+        vocab_size = self.output_counts.shape[1]
+        ints = [
+            prompt[-1],
+            # The last prompt token plays the anchor of the first (draftless) acceptance.
+            len(prompt) - 1,
+            max_output_tokens,
+            0,
+            seed - (1 << 64) if seed >= 1 << 63 else seed,
+            min(params.top_k, vocab_size),
+            min(params.min_tokens, max_output_tokens),
+        ]
+        floats = [
+            0.0 if params.is_greedy else min(params.temperature, _LARGE),
+            params.top_p,
+            params.min_p,
+            min(max(params.repetition_penalty, 1 / _LARGE), _LARGE),
+            params.presence_penalty,
+            params.frequency_penalty,
+        ]
+        self._ints[:, slot] = upload(ints, torch.int64, self.device)
+        self._floats[:, slot] = upload(floats, torch.float32, self.device)
+        self.stop_ids[slot] = upload([*stop_ids, *[-1] * (MAX_STOP_IDS - len(stop_ids))], torch.int64, self.device)
+        self.set_pages(slot, pages)
         self._start_bias(slot, params)
         self._start_bad_words(slot, bad_words)
-        ids = torch.tensor(list(prompt), dtype=torch.int64, device=device)
-        self.history[slot, : len(prompt)] = ids
-        self.output_counts[slot].zero_()
-        self.prompt_seen[slot].zero_()
-        self.prompt_seen[slot, ids] = True
+        # Only these read what came before; a neutral penalty gives the same logits whatever the counts say.
+        if mode.bad_words or mode.penalties:
+            ids = upload(prompt, torch.int64, self.device)
+            self.history[slot, : len(prompt)] = ids
+            self.output_counts[slot].zero_()
+            self.prompt_seen[slot].zero_()
+            self.prompt_seen[slot].index_fill_(0, ids, True)
+
+    def set_pages(self, slot: int, pages: Sequence[int]) -> None:
+        """Give ``slot`` these pages, in order of positions; nothing waits for the device."""
+        columns = self.page_table.shape[1]
+        self.page_table[slot] = upload(
+            [*pages, *[self.scratch_page] * (columns - len(pages))], torch.int64, self.device
+        )
 
     def gather(self, slots: Tensor, page_columns: int) -> SlotRows:
         """Rows of ``slots [B]``; the page table is cut to ``page_columns``, a host-known bound."""
+        ints, floats = self._ints.index_select(1, slots), self._floats.index_select(1, slots)
         return SlotRows(
             slots=slots,
-            anchors=self.anchors[slots],
-            context_lengths=self.context_lengths[slots],
-            remaining=self.remaining[slots],
-            generated=self.generated[slots],
-            page_table=self.page_table[slots, :page_columns],
-            seeds=self.seeds[slots],
-            temperatures=self.temperatures[slots],
-            top_k=self.top_k[slots],
-            top_p=self.top_p[slots],
-            min_p=self.min_p[slots],
-            stop_ids=self.stop_ids[slots],
+            anchors=ints[0],
+            context_lengths=ints[1],
+            remaining=ints[2],
+            generated=ints[3],
+            page_table=self.page_table[:, :page_columns].index_select(0, slots),
+            seeds=ints[4],
+            temperatures=floats[0],
+            top_k=ints[5],
+            top_p=floats[1],
+            min_p=floats[2],
+            stop_ids=self.stop_ids.index_select(0, slots),
         )
 
+    def advance(self, slots: Tensor, progress: Tensor) -> None:
+        """Write ``progress [4, B]``: anchors, context lengths, remaining and generated tokens of ``slots [B]``."""
+        self._ints[:4].index_copy_(1, slots, progress)
+
     def _start_bias(self, slot: int, params: SamplingParams) -> None:
-        self.bias_ids[slot].zero_()
-        self.bias_values[slot].zero_()
-        for column, (token, bias) in enumerate(params.logit_bias.items()):
-            self.bias_ids[slot, column] = token
-            self.bias_values[slot, column] = float("-inf") if bias <= -100 else bias
+        """Bias of the new request, or none where the previous one left some."""
+        if not params.logit_bias and slot not in self._biased:
+            return
+        count = len(params.logit_bias)
+        ids = [*params.logit_bias, *[0] * (MAX_BIAS_IDS - count)]
+        values = [float("-inf") if bias <= -100 else bias for bias in params.logit_bias.values()]
+        self.bias_ids[slot] = upload(ids, torch.int64, self.device)
+        self.bias_values[slot] = upload([*values, *[0.0] * (MAX_BIAS_IDS - count)], torch.float32, self.device)
+        (self._biased.add if count else self._biased.discard)(slot)
 
     def _start_bad_words(self, slot: int, bad_words: Sequence[Sequence[int]]) -> None:
-        # An empty entry has a prefix that matches nothing; a shorter word's prefix starts with wildcards.
-        self.bad_prefixes[slot].fill_(_NO_TOKEN)
-        self.bad_last[slot].zero_()
+        """Bad words of the new request, or none where the previous one left some."""
+        if not bad_words and slot not in self._banned:
+            return
         width = self.bad_prefixes.shape[-1]
-        for row, word in enumerate(bad_words):
-            prefix = [_ANY_TOKEN] * (width - len(word) + 1) + list(word[:-1])
-            self.bad_prefixes[slot, row] = torch.tensor(prefix, dtype=torch.int64, device=self.device)
-            self.bad_last[slot, row] = word[-1]
+        # An empty entry has a prefix that matches nothing; a shorter word's prefix starts with wildcards.
+        prefixes = [[_ANY_TOKEN] * (width - len(word) + 1) + list(word[:-1]) for word in bad_words]
+        prefixes += [[_NO_TOKEN] * width] * (MAX_BAD_WORDS - len(prefixes))
+        last = [*(word[-1] for word in bad_words), *[0] * (MAX_BAD_WORDS - len(bad_words))]
+        self.bad_prefixes[slot] = upload(prefixes, torch.int64, self.device)
+        self.bad_last[slot] = upload(last, torch.int64, self.device)
+        (self._banned.add if bad_words else self._banned.discard)(slot)
+
+
+def upload(
+    values: Sequence[int] | Sequence[float] | Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """``values`` as a tensor on ``device``; on a GPU through pinned memory, so that the host does not wait for it."""
+    on_host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return on_host.to(device, non_blocking=True)

@@ -1,0 +1,99 @@
+"""Adaptive block size: the S that emits most tokens per second, from measured cycle times and running acceptance.
+
+With acceptance probabilities a_1, a_2, … of the block's positions (each given that the one before was kept), a cycle of
+block size S emits ``1 + a_1 + a_1 a_2 + … + a_1 … a_(S-1)`` tokens in ``seconds(batch, S)``. S = 1 is plain decoding,
+so speculation that does not pay is left off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+# Before anything was observed, and how many observations that belief is worth.
+_PRIOR, _PRIOR_WEIGHT = 0.7, 8.0
+# Observations are forgotten with this memory, in cycles of one request.
+_MEMORY = 4000.0
+# One cycle in this many tries the next larger block size, so that a change for the better is noticed.
+_EXPLORE_EVERY = 128
+
+
+@dataclass(frozen=True)
+class CycleTable:
+    """Seconds of a cycle by (batch, block size), measured on this engine and device.
+
+    Between measured batches time is taken as linear; outside them as that of the nearest.
+    """
+
+    seconds: Mapping[tuple[int, int], float]
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Block sizes measured, ascending."""
+        return tuple(sorted({size for _, size in self.seconds}))
+
+    def at(self, batch: int, block_size: int) -> float:
+        """Seconds of a cycle of ``batch`` requests."""
+        known = sorted(measured for measured, size in self.seconds if size == block_size)
+        above = next((measured for measured in known if measured >= batch), known[-1])
+        below = max((measured for measured in known if measured <= batch), default=known[0])
+        low, high = self.seconds[below, block_size], self.seconds[above, block_size]
+        if above == below:
+            return high
+        return low + (high - low) * (batch - below) / (above - below)
+
+
+class BlockSizePolicy:
+    """Chooses S for each cycle.
+
+    Args:
+        table: cycle times; its block sizes are the choices and include 1. limit: largest S to use.
+    """
+
+    def __init__(self, table: CycleTable, limit: int) -> None:
+        self._table = table
+        self._sizes = [size for size in table.block_sizes if size <= limit]
+        self._reached = [0.0] * limit
+        self._kept = [0.0] * limit
+        self._cycles = 0
+
+    def acceptance(self) -> list[float]:
+        """a_1 … a_(S-1) as believed now; where little was observed, the position before is what is believed."""
+        beliefs = []
+        belief = _PRIOR
+        for reached, kept in zip(self._reached[1:], self._kept[1:], strict=True):
+            belief = (kept + _PRIOR_WEIGHT * belief) / (reached + _PRIOR_WEIGHT)
+            beliefs.append(belief)
+        return beliefs
+
+    def expected_tokens(self, block_size: int) -> float:
+        """Tokens that a cycle of ``block_size`` is believed to emit for one request."""
+        total, survival = 1.0, 1.0
+        for belief in self.acceptance()[: block_size - 1]:
+            survival *= belief
+            total += survival
+        return total
+
+    def choose(self, batch: int, useful: int) -> int:
+        """S for the next cycle of ``batch`` requests, none of which can use more than ``useful`` rows."""
+        self._cycles += 1
+        sizes = [size for size in self._sizes if size <= useful] or [1]
+        best = max(sizes, key=lambda size: self.expected_tokens(size) / self._table.at(batch, size))
+        if self._cycles % _EXPLORE_EVERY == 0:
+            best = next((size for size in sizes if size > best), best)
+        return best
+
+    def observe(self, block_size: int, accepted: Sequence[int]) -> None:
+        """Learn from one cycle: ``accepted`` drafts of each of its requests."""
+        if block_size == 1 or not accepted:
+            return
+        keep = max(0.0, 1.0 - len(accepted) / _MEMORY)
+        counts = [0] * (block_size + 1)
+        for count in accepted:
+            counts[min(count, block_size - 1)] += 1
+        # Those that kept at least j drafts, from the longest down.
+        at_least = 0
+        for position in range(block_size - 1, 0, -1):
+            at_least += counts[position]
+            self._kept[position] = self._kept[position] * keep + at_least
+            self._reached[position] = self._reached[position] * keep + at_least + counts[position - 1]
