@@ -61,7 +61,6 @@ def run(label: str, concurrency: int, repeat: int, figures: dict[str, Any], **fa
         fingerprint="ef" * 32,
         facts={**known, "max_batch_size": 64, "target_layers": 10, **facts},
         result=figures,
-        stage_s=None,
         probe={"probe_ms": 10.0, "load_average": 0.5},
         at="2026-01-01T00:00:00+00:00",
     )

@@ -13,8 +13,11 @@ from served_doubles import served
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.bench.configuration import Configuration, open_configuration
 from trtllm_dflash.bench.load import Load
+from trtllm_dflash.bench.measurement import Measurement
+from trtllm_dflash.bench.predict_requests import read_cycle_table
 from trtllm_dflash.bench.run import run_point
 from trtllm_dflash.bench.served import find_served_model
+from trtllm_dflash.bench.stages import stage_seconds, write_cycle_table
 from trtllm_dflash.bench.workload import Workload, make_workload
 from trtllm_dflash.errors import ConfigError
 
@@ -28,7 +31,7 @@ def workload(tmp_path: Path) -> Workload:
     return make_workload(dataset, GREEDY)
 
 
-def _measure(configuration: Configuration, workload: Workload, **load: Any) -> Any:
+def _measure(configuration: Configuration, workload: Workload, **load: Any) -> Measurement:
     opened = open_configuration(configuration, workload, device="cpu", concurrency=2)
     try:
         return run_point(opened, workload, Load(2, None, 6, **load))
@@ -39,22 +42,51 @@ def _measure(configuration: Configuration, workload: Workload, **load: Any) -> A
 def test_in_process_acceptance_is_the_engines_own(
     tiny_engines: Callable[..., Path], tiny_llms: Callable[..., LLM], workload: Workload
 ) -> None:
-    run = _measure(Configuration("tiny", engines=tiny_engines("llama-v2")), workload)
+    acceptance = _measure(Configuration("tiny", engines=tiny_engines("llama-v2")), workload).acceptance
     outputs = tiny_llms("llama-v2").generate(list(workload.prompts[:6]), GREEDY)
-    acceptance = run.measurement.acceptance
+    assert acceptance is not None
     assert acceptance.cycles == sum(output.metrics.cycles for output in outputs)
     assert acceptance.accepted == sum(output.metrics.accepted_tokens for output in outputs)
     assert acceptance.acceptance_length == pytest.approx(1 + acceptance.accepted / acceptance.cycles)
-    assert set(run.stage_s) == {"target", "draft", "inject", "other"}
-    assert all(seconds > 0 for seconds in run.stage_s.values())
+
+
+def test_stages_and_cycle_table_are_the_engines_own_measurements(
+    tiny_engines: Callable[..., Path], workload: Workload, tmp_path: Path
+) -> None:
+    opened = open_configuration(Configuration("tiny", engines=tiny_engines("llama-v2")), workload, device="cpu")
+    assert opened.llm is not None
+    try:
+        stages = stage_seconds(opened, 2, 24)
+        write_cycle_table(opened.llm, tmp_path / "cycles.json", batches=(1, 2), block_sizes=(1, 4))
+        after = run_point(opened, workload, Load(2, None, 6))
+    finally:
+        opened.close()
+    assert stages is not None
+    assert {"verify", "draft_and_select", "inject"} <= stages.keys()
+    assert min(stages.values()) > 0
+    table = read_cycle_table(tmp_path / "cycles.json")
+    assert {size: set(column) for size, column in table.items()} == {1: {1, 2}, 4: {1, 2}}
+    # Measuring left the engine as it was.
+    assert (
+        after.outputs_sha256 == _measure(Configuration("b", engines=tiny_engines("llama-v2")), workload).outputs_sha256
+    )
+
+
+def test_forced_acceptance_is_what_was_asked_for(tiny_engines: Callable[..., Path], tmp_path: Path) -> None:
+    params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
+    forced = make_workload(None, params, count=8, synthetic_prompt_tokens=16, vocab_size=200, forced_acceptance=2.5)
+    measured = _measure(Configuration("forced", engines=tiny_engines("llama-v2")), forced)
+    assert measured.acceptance is not None
+    # The last cycle of a request is cut by its limit.
+    assert measured.acceptance.acceptance_length == pytest.approx(2.5, abs=0.15)
 
 
 def test_speculation_off_gives_the_same_outputs_and_no_acceptance(
     tiny_engines: Callable[..., Path], workload: Workload
 ) -> None:
     engines = tiny_engines("llama-v2")
-    on = _measure(Configuration("on", engines=engines), workload).measurement
-    off = _measure(Configuration("off", engines=engines, speculation="off"), workload).measurement
+    on = _measure(Configuration("on", engines=engines), workload)
+    off = _measure(Configuration("off", engines=engines, speculation="off"), workload)
     assert off.acceptance is None
     assert on.acceptance is not None
     assert on.outputs_sha256 == off.outputs_sha256
@@ -64,9 +96,9 @@ def test_triton_is_measured_as_the_engine_is(
     tiny_engines: Callable[..., Path], tiny_llms: Callable[..., LLM], workload: Workload
 ) -> None:
     engines = tiny_engines("llama-v2")
-    local = _measure(Configuration("local", engines=engines), workload).measurement
+    local = _measure(Configuration("local", engines=engines), workload)
     with served(tiny_llms("llama-v2"), "triton") as url:
-        remote = _measure(Configuration("triton", url=url, tokenizer=engines), workload).measurement
+        remote = _measure(Configuration("triton", url=url, tokenizer=engines), workload)
     assert remote.outputs_sha256 == local.outputs_sha256
     assert remote.completion_tokens == local.completion_tokens
     assert remote.acceptance is not None
@@ -78,7 +110,7 @@ def test_triton_is_measured_as_the_engine_is(
 def test_an_openai_endpoint_gives_usage_and_acceptance(tiny_llms: Callable[..., LLM], workload: Workload) -> None:
     llm = tiny_llms("llama-v2")
     with served(llm, "openai") as url:
-        remote = _measure(Configuration("openai", url=url), workload).measurement
+        remote = _measure(Configuration("openai", url=url), workload)
     outputs = llm.generate(list(workload.prompts[:6]), GREEDY)
     lengths = [output.metrics.completion_tokens for output in outputs]
     assert remote.completion_tokens == pytest.approx(sum(lengths) / 6)

@@ -116,6 +116,7 @@ def _open_engine(
 ) -> Opened:
     import torch
 
+    from trtllm_dflash.runtime.cycle_runner import EngineOptions
     from trtllm_dflash.runtime.llm import LLM
     from trtllm_dflash.runtime.prompting import PromptEncoder
 
@@ -133,16 +134,14 @@ def _open_engine(
         cache_tokens = _cache_tokens(
             prompts, workload.params.max_tokens, min(concurrency, directory.limits.max_batch_size)
         )
-    options: dict[str, Any] = {}
-    if workload.forced_acceptance is not None and configuration.speculation != "off":
-        options["forced_acceptance"] = workload.forced_acceptance
+    forced = workload.forced_acceptance if configuration.speculation != "off" else None
     llm = LLM(
         configuration.engines,
         speculation=configuration.speculation,
         device=device,
         block_size=configuration.block_size,
         kv_cache_tokens=cache_tokens,
-        **options,
+        options=EngineOptions(forced_acceptance=forced),
     )
     on_gpu = llm.session.device.type == "cuda"
     drafter = directory.drafter_config

@@ -30,7 +30,6 @@ class RunRecord:
     fingerprint: str
     facts: dict[str, Any]
     result: dict[str, Any]
-    stage_s: dict[str, float] | None
     probe: dict[str, float]
     at: str
 
@@ -85,7 +84,6 @@ class SweepJournal:
                 "fingerprint": run.fingerprint,
                 "facts": run.facts,
                 "result": run.result,
-                "stage_s": run.stage_s,
                 "probe": run.probe,
                 "at": run.at,
             }
@@ -164,9 +162,7 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 def _run(entry: dict[str, Any]) -> RunRecord:
     key = PointKey(entry["repeat"], entry["concurrency"], entry["config"])
-    return RunRecord(
-        key, entry["fingerprint"], entry["facts"], entry["result"], entry["stage_s"], entry["probe"], entry["at"]
-    )
+    return RunRecord(key, entry["fingerprint"], entry["facts"], entry["result"], entry["probe"], entry["at"])
 
 
 def _sync_directory(folder: Path) -> None:

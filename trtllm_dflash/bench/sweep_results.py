@@ -150,7 +150,6 @@ def _point(label: str, concurrency: int, runs: Sequence[RunRecord]) -> dict[str,
             else None
         )
     point["acceptance"] = _pooled_acceptance([result["acceptance"] for result in results])
-    point["stage_share"] = _stage_shares([run.stage_s for run in runs])
     digests = {result["outputs_sha256"] for result in results}
     point["outputs_sha256"] = digests.pop() if len(digests) == 1 else None
     return point
@@ -175,14 +174,6 @@ def _pooled_acceptance(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any]
         "histogram": pooled,
         "per_position": list(kept_shares(pooled)) if pooled else None,
     }
-
-
-def _stage_shares(stages: Sequence[dict[str, float] | None]) -> dict[str, float] | None:
-    known = [stage for stage in stages if stage]
-    if not known or len(known) != len(stages):
-        return None
-    total = sum(sum(stage.values()) for stage in known)
-    return {name: sum(stage.get(name, 0.0) for stage in known) / total for name in known[0]}
 
 
 def _warnings(runs: Sequence[RunRecord], points: Sequence[dict[str, Any]], method: Mapping[str, Any]) -> list[str]:
@@ -233,7 +224,6 @@ def _run_entry(run: RunRecord) -> dict[str, Any]:
         "repeat": run.key.repeat,
         "at": run.at,
         "result": run.result,
-        "stage_s": run.stage_s,
         "probe": run.probe,
     }
 

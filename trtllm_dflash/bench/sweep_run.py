@@ -58,13 +58,12 @@ def run_sweep(
 def _measure(opened: Opened, key: PointKey, plan: SweepPlan, workload: Workload, print_: str) -> RunRecord:
     steadiness = probe()
     load = Load(key.concurrency, None, plan.requests(key.concurrency))
-    run = run_point(opened, workload, load)
+    measurement = run_point(opened, workload, load)
     return RunRecord(
         key=key,
         fingerprint=print_,
         facts=opened.facts,
-        result=to_json(run.measurement),
-        stage_s=run.stage_s,
+        result=to_json(measurement),
         probe=asdict(steadiness),
         at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     )

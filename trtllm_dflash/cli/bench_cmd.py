@@ -13,7 +13,6 @@ from trtllm_dflash.cli.progress_bar import plan_progress
 
 if TYPE_CHECKING:
     from trtllm_dflash.bench.measurement import Measurement, Percentiles
-    from trtllm_dflash.bench.run import Run
 
 
 @click.command()
@@ -35,6 +34,12 @@ if TYPE_CHECKING:
 @click.option("--speculation/--no-speculation", default=None, help="[default: speculation if the engine has a drafter]")
 @click.option("--block-size", type=int, help="Block size S for this run, up to the engine's.")
 @click.option("--kv-cache-tokens", type=int, help="Tokens of the KV cache.  [default: what this load needs]")
+@click.option("--stages/--no-stages", default=True, show_default=True, help="Time the stages of a cycle first.")
+@click.option(
+    "--cycle-table",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write seconds per cycle by batch and block size here, for sweep --predict.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def bench(
     engines: Path | None,
@@ -50,6 +55,8 @@ def bench(
     speculation: bool | None,
     block_size: int | None,
     kv_cache_tokens: int | None,
+    stages: bool,
+    cycle_table: Path | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -66,10 +73,14 @@ def bench(
     from trtllm_dflash.bench.load import Load
     from trtllm_dflash.bench.machine import machine_facts
     from trtllm_dflash.bench.run import run_point
+    from trtllm_dflash.bench.stages import stage_seconds, write_cycle_table
     from trtllm_dflash.config.typed_json import to_json
+    from trtllm_dflash.runtime.cycle_runner import batch_choices, block_size_choices
 
     if (engines is None) == (url is None):
         raise click.UsageError("give --engines or --url, one of them")
+    if url is not None and cycle_table is not None:
+        raise click.UsageError("--cycle-table belongs to --engines: cycles of a server cannot be timed from outside")
     if url is not None and (speculation is not None or block_size is not None or kv_cache_tokens is not None):
         raise click.UsageError(
             "--speculation, --block-size and --kv-cache-tokens are the server's business: it has them"
@@ -95,8 +106,19 @@ def bench(
         progress("opening …", 0, 0)
         opened = open_configuration(configuration, workload, device=device, concurrency=concurrency)
         try:
+            if stages:
+                progress("timing stages …", 0, 0)
+            stage_s = stage_seconds(opened, concurrency or 1, workload.params.max_tokens) if stages else None
+            if cycle_table is not None and opened.llm is not None:
+                progress("timing cycles …", 0, 0)
+                write_cycle_table(
+                    opened.llm,
+                    cycle_table,
+                    batches=batch_choices(opened.llm.limits.max_batch_size),
+                    block_sizes=block_size_choices(opened.llm.block_size),
+                )
             progress("warming up …", 0, num_prompts)
-            run = run_point(opened, workload, load, progress=progress)
+            measured = run_point(opened, workload, load, progress=progress)
         finally:
             opened.close()
     if as_json:
@@ -110,24 +132,29 @@ def bench(
                 "request_rate": request_rate,
                 "warm_up": load.warm_up_requests,
             },
-            "result": to_json(run.measurement),
-            "stage_s": run.stage_s,
+            "result": to_json(measured),
+            "stage_s": stage_s,
             "machine": machine_facts(),
         }
         click.echo(json.dumps(document))
     else:
-        _print(run, opened.facts, load, workload.forced_acceptance, len(opened.prompts))
-    if run.measurement.errors:
+        _print(measured, stage_s, opened.facts, load, workload.forced_acceptance, len(opened.prompts))
+    if measured.errors:
         click.echo(
-            f"error: {run.measurement.errors} of {run.measurement.requests} requests failed, the first with: "
-            f"{run.measurement.first_error}",
+            f"error: {measured.errors} of {measured.requests} requests failed, the first with: {measured.first_error}",
             err=True,
         )
         raise SystemExit(1)
 
 
-def _print(run: Run, facts: dict[str, object], load: Any, forced: float | None, prompts: int) -> None:
-    m = run.measurement
+def _print(
+    m: Measurement,
+    stage_s: dict[str, float] | None,
+    facts: dict[str, object],
+    load: Any,
+    forced: float | None,
+    prompts: int,
+) -> None:
     what = ", ".join(f"{name} {value}" for name, value in facts.items() if value is not None)
     rate = f"{load.request_rate} requests/s" if load.request_rate else f"concurrency {load.concurrency}"
     click.echo(f"{what}\n{rate}, {m.requests} requests in {m.window_s:.2f} s, {m.in_flight:.1f} in flight on average")
@@ -155,10 +182,10 @@ def _print(run: Run, facts: dict[str, object], load: Any, forced: float | None, 
         if a.per_position:
             shares = " ".join(f"{share:.0%}" for share in a.per_position)
             click.echo(f"kept at least 1, 2, … drafts: {shares}")
-    if run.stage_s:
-        total = sum(run.stage_s.values())
-        parts = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in run.stage_s.items())
-        click.echo(f"\ntime by stage: {parts}")
+    if stage_s is not None:
+        total = sum(stage_s.values())
+        parts = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in stage_s.items())
+        click.echo(f"\ncycle by stage, each timed alone: {parts}; together {total * 1e3:.2f} ms")
     if m.joules_per_token is not None:
         click.echo(f"energy             {m.joules_per_token:10.3f}   J per token (NVML)")
 
