@@ -24,6 +24,7 @@ _COMMANDS = {
     "bench": "bench_cmd",
     "sweep": "sweep_cmd",
     "plugins": "plugins_cmd",
+    "selfcheck": "selfcheck_cmd",
     "doctor": "doctor_cmd",
 }
 
