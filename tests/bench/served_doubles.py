@@ -84,6 +84,10 @@ class _Triton(_Handler):
 
 
 class _OpenAI(_Handler):
+    def chunk(self, choices: list[Any], **more: Any) -> None:
+        head = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "tiny"}
+        self.event({**head, "choices": choices, **more})
+
     def do_GET(self) -> None:
         if self.path == "/v1/models":
             self.answer({"object": "list", "data": [{"id": "tiny"}]})
@@ -98,11 +102,11 @@ class _OpenAI(_Handler):
             self.answer({"error": {"message": "max_tokens is too large"}}, 400)
             return
         self.begin_stream()
-        self.event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+        self.chunk([{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
 
         def show(_: int, chunk: Any) -> None:
             if chunk.text:
-                self.event({"choices": [{"delta": {"content": chunk.text}, "finish_reason": chunk.finish_reason}]})
+                self.chunk([{"index": 0, "delta": {"content": chunk.text}, "finish_reason": chunk.finish_reason}])
 
         params = SamplingParams(max_tokens=body["max_tokens"], temperature=body["temperature"])
         metrics = self.llm.generate([body["messages"]], params, on_chunk=show)[0].metrics
@@ -111,7 +115,9 @@ class _OpenAI(_Handler):
             "num_spec_steps": metrics.cycles,
             "num_draft_tokens": metrics.drafted_tokens,
             "num_accepted_draft_tokens": metrics.accepted_tokens,
-            "acceptance_histogram": {str(kept): count for kept, count in enumerate(metrics.accepted_histogram)},
+            "mean_acceptance_length": metrics.acceptance_length,
+            "draft_acceptance_rate": metrics.accepted_tokens / max(1, metrics.drafted_tokens),
+            "acceptance_histogram": list(metrics.accepted_histogram),
         }
-        self.event({"choices": [], "usage": usage, "metrics": {"speculative_decoding": speculative}})
+        self.chunk([], usage=usage, metrics={"speculative_decoding": speculative})
         self.event("[DONE]")

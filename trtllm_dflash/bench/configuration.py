@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from trtllm_dflash.bench.endpoints import Endpoint, InProcess
 from trtllm_dflash.bench.served import Api, ServedModel, find_served_model, open_endpoint
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from trtllm_dflash.runtime.llm import LLM, SpeculationMode
 
 MAX_VOCABULARY = 1 << 31
+LoadGenerator = Literal["builtin", "aiperf"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Configuration:
         api, model: of a served model; None asks the server. tokenizer: engine or tokenizer directory whose chat
             template and ids a Triton model is asked with.
         gpus: GPUs that serve it; None takes the engine's ranks, or 1.
+        load_generator: who sends to a served OpenAI endpoint. aiperf_command: AIPerf's executable.
     """
 
     label: str
@@ -42,10 +44,16 @@ class Configuration:
     model: str | None = None
     tokenizer: Path | None = None
     gpus: int | None = None
+    load_generator: LoadGenerator = "builtin"
+    aiperf_command: str = "aiperf"
 
     def __post_init__(self) -> None:
         if (self.engines is None) == (self.url is None):
             raise ConfigError(f"{self.label}: expected an engine directory or a url, one of them")
+        if self.load_generator not in ("builtin", "aiperf"):
+            raise ConfigError(f"{self.label}: load_generator is {self.load_generator!r}, expected builtin or aiperf")
+        if self.load_generator == "aiperf" and self.url is None:
+            raise ConfigError(f"{self.label}: AIPerf sends to a url; an engine in this process has none")
         if self.gpus is not None and self.gpus < 1:
             raise ConfigError(f"{self.label}: gpus is {self.gpus}, expected at least 1")
 
@@ -57,7 +65,7 @@ class Opened:
     Attributes:
         endpoint: where load goes. prompts: in the form it takes. gpus: that serve it.
         gpu_uuids: GPUs of this machine whose energy is its energy. facts: for reports.
-        llm: the engine of an in-process one.
+        llm: the engine of an in-process one. served: what answers at the url of another.
     """
 
     configuration: Configuration
@@ -67,6 +75,7 @@ class Opened:
     gpu_uuids: tuple[str, ...]
     facts: dict[str, object]
     llm: LLM | None = None
+    served: ServedModel | None = None
 
     def close(self) -> None:
         """Release the engine."""
@@ -190,9 +199,10 @@ def _open_served(configuration: Configuration, workload: Workload, max_prompt_to
         "kind": "served",
         "api": served.api,
         "model": served.model,
+        "load_generator": configuration.load_generator,
         "prompts_left_out": dropped,
     }
-    return Opened(configuration, open_endpoint(served), prompts, configuration.gpus or 1, (), facts)
+    return Opened(configuration, open_endpoint(served), prompts, configuration.gpus or 1, (), facts, served=served)
 
 
 def _served_prompts(

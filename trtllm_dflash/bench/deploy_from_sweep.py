@@ -57,7 +57,7 @@ def choice_of_sweep(folder: Path, engines: Path | None = None) -> SweepChoice:
         )
     if limits.max_batch_size < chosen["max_concurrency"]:
         remarks.append(
-            f"the engine runs up to {limits.max_batch_size} requests at a time: of {chosen['max_concurrency']} the rest "
-            "waits, as it did in the sweep"
+            f"the engine runs up to {limits.max_batch_size} requests at a time: of {chosen['max_concurrency']} the "
+            "rest waits, as it did in the sweep"
         )
     return SweepChoice(path, tuple(remarks))

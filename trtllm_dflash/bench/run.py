@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trtllm_dflash.bench.aiperf import run_aiperf
 from trtllm_dflash.bench.configuration import Opened
 from trtllm_dflash.bench.energy import EnergyMeter
 from trtllm_dflash.bench.load import Load, Progress, run_load
@@ -25,5 +26,16 @@ def run_point(opened: Opened, workload: Workload, load: Load, *, progress: Progr
         else:
             joules = meter.end()
 
+    if opened.served is not None and opened.configuration.load_generator == "aiperf":
+        own = opened.configuration
+        sent = run_aiperf(
+            opened.served,
+            opened.prompts,
+            workload.params,
+            load,
+            tokenizer=own.tokenizer,
+            command=own.aiperf_command,
+        )
+        return measure(sent, gpus=opened.gpus)
     result = run_load(opened.endpoint, opened.prompts, workload.params, load, progress=progress, on_measured=mark)
     return measure(result, gpus=opened.gpus, joules=joules)

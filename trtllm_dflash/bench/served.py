@@ -21,6 +21,7 @@ from trtllm_dflash.serving.client import TritonClient, TritonHttpError, token_id
 Api = Literal["triton", "openai"]
 
 TIMEOUT_S = 600.0
+_STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 @dataclass(frozen=True)
@@ -126,13 +127,7 @@ class OpenAIEndpoint:
         """See :class:`~trtllm_dflash.bench.endpoints.Endpoint`."""
         chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], dict)
         path = "/v1/chat/completions" if chat else "/v1/completions"
-        body = {
-            "model": self._model,
-            ("messages" if chat else "prompt"): prompt if isinstance(prompt, str) else list(prompt),
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **_openai_fields(params),
-        }
+        body = chat_payload(self._model, prompt, params) if chat else _completion_payload(self._model, prompt, params)
         texts: list[str] = []
         record.start = time.perf_counter()
         try:
@@ -156,6 +151,16 @@ class OpenAIEndpoint:
 
     def stop_all(self) -> None:
         """Streams look at their ``stop`` after every event, and leaving one closes its connection."""
+
+
+def chat_payload(model: str, messages: Any, params: SamplingParams) -> dict[str, object]:
+    """The body of a streamed ``/v1/chat/completions`` request."""
+    return {"model": model, "messages": list(messages), **_STREAMED, **_openai_fields(params)}
+
+
+def _completion_payload(model: str, prompt: Any, params: SamplingParams) -> dict[str, object]:
+    text_or_ids = prompt if isinstance(prompt, str) else list(prompt)
+    return {"model": model, "prompt": text_or_ids, **_STREAMED, **_openai_fields(params)}
 
 
 def _triton_inputs(params: SamplingParams) -> dict[str, object]:

@@ -74,7 +74,7 @@ def fingerprint(configuration: Configuration) -> str:
     facts: dict[str, object] = {
         field.name: getattr(configuration, field.name)
         for field in dataclasses.fields(configuration)
-        if field.name not in ("label", "engines", "tokenizer")
+        if field.name not in ("label", "engines", "tokenizer", "aiperf_command")
     }
     if configuration.engines is not None:
         facts["engine"] = hashlib.sha256((configuration.engines / "config.json").read_bytes()).hexdigest()

@@ -33,6 +33,14 @@ if TYPE_CHECKING:
     help="Engine or tokenizer directory, for the chat template of Triton models.  [default: the first engine's]",
 )
 @click.option("--gpus", type=int, help="GPUs behind each --url.  [default: 1]")
+@click.option(
+    "--load-generator",
+    type=click.Choice(["builtin", "aiperf"]),
+    default="builtin",
+    show_default=True,
+    help="Who sends to each --url; aiperf needs an OpenAI endpoint.",
+)
+@click.option("--aiperf-command", default="aiperf", show_default=True, help="AIPerf's executable.")
 @click.option("--concurrency", default="1,2,4,8", show_default=True, help="For example 1,2,4 or 1..256.")
 @click.option("--repeats", default=3, show_default=True, help="Runs per point; 2 or more for confidence intervals.")
 @click.option("--requests-per-user", default=4, show_default=True, help="Measured requests per concurrency.")
@@ -64,6 +72,8 @@ def sweep(
     model: str | None,
     tokenizer: Path | None,
     gpus: int | None,
+    load_generator: Any,
+    aiperf_command: str,
     concurrency: str,
     repeats: int,
     requests_per_user: int,
@@ -102,7 +112,8 @@ def sweep(
     if output is None:
         raise click.UsageError("give -o/--output, the directory of results")
     device = options.pop("device")
-    configurations = _configurations(engines, configs, url, label, model, tokenizer, gpus)
+    shared = {"model": model, "gpus": gpus, "load_generator": load_generator, "aiperf_command": aiperf_command}
+    configurations = _configurations(engines, configs, url, label, tokenizer, shared)
     in_process = [one for one in configurations if one.engines is not None]
     plan = SweepPlan(
         tuple(configurations),
@@ -179,9 +190,8 @@ def _configurations(
     configs: str | None,
     urls: tuple[str, ...],
     labels: tuple[str, ...],
-    model: str | None,
     tokenizer: Path | None,
-    gpus: int | None,
+    shared: dict[str, Any],
 ) -> list[Configuration]:
     from trtllm_dflash.bench.configuration import Configuration
     from trtllm_dflash.bench.sweep_configs import (
@@ -202,7 +212,7 @@ def _configurations(
     folder = tokenizer or (engines[0] if engines else None)
     for number, url in enumerate(urls):
         name = labels[number] if number < len(labels) else url
-        found.append(Configuration(name, url=url, model=model, tokenizer=folder, gpus=gpus))
+        found.append(Configuration(name, url=url, tokenizer=folder, **shared))
     if not found:
         raise click.UsageError("nothing to measure: give --engines, --configs FILE.yaml or --url")
     return check_labels(found)

@@ -1,7 +1,7 @@
 """``deploy --runtime trtllm``: the same pair on TensorRT-LLM's own PyTorch backend, for comparison on one machine.
 
-Writes configuration only: ``model.yaml`` for Triton's ``llmapi`` model and a YAML for ``trtllm-serve``, both with DFlash
-as ``speculative_config``. Field names are those of TensorRT-LLM 1.3.0rc27 to 1.4.0rc1 (``DFlashDecodingConfig``,
+Writes configuration only: ``model.yaml`` for Triton's ``llmapi`` model and a YAML for ``trtllm-serve``, both with
+DFlash as ``speculative_config``. Field names are those of TensorRT-LLM 1.3.0rc27 to 1.4.0rc1 (``DFlashDecodingConfig``,
 ``all_models/llmapi``). TensorRT-LLM loads the Hugging Face checkpoints, not our engines.
 """
 
