@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
+from trtllm_dflash.cli.speculation_option import speculation_option
 from trtllm_dflash.config.sampling import SamplingParams
 from trtllm_dflash.errors import ConfigError
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 @click.option("--min-p", type=float, default=0.0, show_default=True)
 @click.option("--seed", type=int, help="The same seed gives the same tokens.")
 @click.option("--stop", multiple=True, help="String that ends the output; repeatable.")
-@click.option("--speculation/--no-speculation", default=None, help="[default: speculation if the engine has a drafter]")
+@speculation_option
 @click.option("--num-speculative-tokens", type=int, help="Drafts per cycle in vLLM's words: block size - 1.")
 @click.option("--block-size", type=int, help="Block size S for this run, up to the engine's.")
 @click.option("--logprobs", type=int, help="Log-probabilities with N alternatives per token (with --json).")
@@ -48,7 +49,7 @@ def generate(
     prompts: tuple[str, ...],
     prompts_file: Path | None,
     chat: bool | None,
-    speculation: bool | None,
+    speculation: SpeculationMode,
     num_speculative_tokens: int | None,
     block_size: int | None,
     device: str | None,
@@ -68,10 +69,9 @@ def generate(
     if num_speculative_tokens is not None:
         block_size = _translate(num_speculative_tokens, block_size)
     params = SamplingParams(**sampling)
-    mode: SpeculationMode = "auto" if speculation is None else "on" if speculation else "off"
     console = Console(stderr=True)
     with console.status(f"loading {engines} …"):
-        llm = LLM(engines, speculation=mode, device=device, block_size=block_size)
+        llm = LLM(engines, speculation=speculation, device=device, block_size=block_size)
     with llm:
         wrap = llm.has_chat_template if chat is None else chat
         requests: list[Any] = [_chat(text) if wrap else text for text in prompts]

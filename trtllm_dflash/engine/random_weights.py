@@ -22,6 +22,8 @@ from trtllm_dflash.engine.torch_session import KernelChoice, TorchSession
 from trtllm_dflash.engine.torch_weights import TorchWeightSource
 
 _STD = 0.02
+# Of stored float8 values: the largest, 448, is more than seven of these away.
+_FP8_STD = 60.0
 
 
 class RandomTensors(Mapping[str, Tensor]):
@@ -48,11 +50,11 @@ class RandomTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         planned, ending = self._planned[name]
         if ending == SCALE:
-            return torch.full(planned.shape[:1], _STD / 100, dtype=torch.float32, device=self._device)
+            return torch.full(planned.shape[:1], _STD / _FP8_STD, dtype=torch.float32, device=self._device)
         if len(planned.shape) == 1:
             return torch.ones(planned.shape, dtype=self._dtype, device=self._device)
         drawn = torch.empty(planned.shape, dtype=self._dtype, device=self._device).normal_(0.0, _STD)
-        return (drawn * (100 / _STD)).to(torch.float8_e4m3fn) if ending == WEIGHT else drawn
+        return (drawn * (_FP8_STD / _STD)).to(torch.float8_e4m3fn) if ending == WEIGHT else drawn
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._planned)

@@ -18,6 +18,7 @@ from trtllm_dflash.ops.torch_select import top_k
 from trtllm_dflash.runtime.random_streams import ACCEPT_WORD, RESIDUAL_WORD, uniforms
 from trtllm_dflash.runtime.slots import SamplingMode, SlotRows
 
+
 @dataclass(frozen=True)
 class Accepted:
     """``tokens [B, S]`` (accepted drafts, then the correction or bonus token, then -1) and ``accepted [B]``.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trtllm_dflash.engine.session import DraftInputs, DraftOutputs, EngineSession, TargetInputs, TargetOutputs
-from trtllm_dflash.ops import cuda_select
+from trtllm_dflash.ops import cuda_cycle, cuda_select
 from trtllm_dflash.runtime.acceptance import Accepted, accept, accept_on_kernels, force_acceptance
 from trtllm_dflash.runtime.logit_processing import process_logits
 from trtllm_dflash.runtime.random_streams import WALK_WORD, uniforms
@@ -30,6 +30,7 @@ class CycleResult:
         tokens: ``[B, S]``; the first ``produced`` of each row are new output, the rest is undefined.
         produced: ``[B]`` tokens emitted (committed, cut by stop ids and limits).
         accepted: ``[B]`` drafts kept before the cut. status: ``[B]``, see the constants above.
+        packed: ``[B, S + 3]``, the four side by side, where a kernel made them so.
         logprobs: ``[B, S]`` of the emitted tokens, top_logprobs and top_ids ``[B, S, N]``; None unless asked for.
     """
 
@@ -37,6 +38,7 @@ class CycleResult:
     produced: Tensor
     accepted: Tensor
     status: Tensor
+    packed: Tensor | None = None
     logprobs: Tensor | None = None
     top_logprobs: Tensor | None = None
     top_ids: Tensor | None = None
@@ -58,37 +60,23 @@ def draft_verify_cycle(
     measurements only: whatever the target says, that many tokens are committed on average (the bonus included), so the
     output is not the target's.
     """
-    rows, block_lengths = prepare(state, slots, block_size, page_columns)
-    draft = draft_and_select(session, rows, block_lengths, block_size, mode)
-    verified = verify(session, rows, draft, block_lengths, block_size)
+    rows = prepare(session, state, slots, block_size, page_columns)
+    draft = draft_and_select(session, rows, block_size, mode)
+    verified = verify(session, rows, draft, block_size)
     logits = verified.logits.view(slots.shape[0], block_size, -1)
-    result = settle(
-        state,
-        rows,
-        mode,
-        logits,
-        draft,
-        block_lengths,
-        kernels=session.uses_kernels,
-        forced_acceptance=forced_acceptance,
-    )
+    result = settle(session, state, rows, mode, logits, draft, forced_acceptance=forced_acceptance)
     inject(session, rows, verified.features, result.produced, block_size)
-    publish(state, rows, result, mode)
+    publish(session, state, rows, result, mode)
     return result
 
 
-def prepare(state: SlotState, slots: Tensor, block_size: int, page_columns: int) -> tuple[SlotRows, Tensor]:
-    """Gather the slots' rows; a block never reaches beyond the tokens a request may still emit.
-
-    A request that has ended has a block of no rows: it writes, attends to and emits nothing.
-    """
-    rows = state.gather(slots, page_columns)
-    live = rows.remaining > 0
-    return rows, (rows.remaining + live).clamp_max(block_size)
+def prepare(session: EngineSession, state: SlotState, slots: Tensor, block_size: int, page_columns: int) -> SlotRows:
+    """Gather the slots' rows and say how long each request's block is."""
+    return state.gather(slots, page_columns, block_size, kernels=session.uses_kernels)
 
 
 def draft_and_select(
-    session: EngineSession, rows: SlotRows, block_lengths: Tensor, block_size: int, mode: SamplingMode
+    session: EngineSession, rows: SlotRows, block_size: int, mode: SamplingMode
 ) -> DraftOutputs | None:
     """Propose ``block_size - 1`` tokens per request."""
     if block_size == 1:
@@ -101,28 +89,25 @@ def draft_and_select(
         draws = uniforms(rows.seeds, positions)[..., WALK_WORD]
     else:
         draws = torch.zeros(shape, dtype=torch.float32, device=rows.slots.device)
-    inputs = DraftInputs(rows.anchors, rows.context_lengths, block_lengths, rows.page_table, rows.temperatures, draws)
+    inputs = DraftInputs(
+        rows.anchors, rows.context_lengths, rows.block_lengths, rows.page_table, rows.temperatures, draws
+    )
     return session.draft(inputs, block_size)
 
 
-def verify(
-    session: EngineSession, rows: SlotRows, draft: DraftOutputs | None, block_lengths: Tensor, block_size: int
-) -> TargetOutputs:
+def verify(session: EngineSession, rows: SlotRows, draft: DraftOutputs | None, block_size: int) -> TargetOutputs:
     """One causal target pass over anchor and drafts; rows beyond a request's block write nowhere."""
     anchors = rows.anchors[:, None]
     ids = anchors if draft is None else torch.cat((anchors, draft.draft_tokens), dim=1)
-    offsets = torch.arange(block_size, device=ids.device)
-    positions = rows.context_lengths[:, None] + offsets
-    slots = flat_slots(session, rows.page_table, positions, offsets < block_lengths[:, None])
-    batch = ids.shape[0]
+    positions, slots = block_rows(session, rows, rows.block_lengths, block_size)
     return session.target(
         TargetInputs(
             input_ids=ids.reshape(-1),
-            positions=positions.reshape(-1),
-            slots=slots.reshape(-1),
+            positions=positions,
+            slots=slots,
             page_table=rows.page_table,
             context_lengths=rows.context_lengths,
-            query_starts=torch.arange(batch + 1, device=ids.device) * block_size,
+            query_starts=torch.arange(0, ids.numel() + 1, block_size, device=ids.device),
             logit_rows=None,
             max_query=block_size,
             queries_per_request=block_size,
@@ -131,49 +116,56 @@ def verify(
 
 
 def settle(
+    session: EngineSession,
     state: SlotState,
     rows: SlotRows,
     mode: SamplingMode,
     logits: Tensor,
     draft: DraftOutputs | None,
-    block_lengths: Tensor,
     *,
-    kernels: bool,
     forced_acceptance: float | None = None,
 ) -> CycleResult:
     """Accept drafts and cut the result at stop ids and limits. ``logits [B, S, V]`` are the target's own."""
     drafts = rows.slots.new_empty(rows.slots.shape[0], 0) if draft is None else draft.draft_tokens
     processed = process_logits(state, rows, mode, logits, drafts)
-    accepted = (accept_on_kernels if kernels else accept)(rows, mode, processed, draft, block_lengths)
+    on_kernels = session.uses_kernels
+    accepted = (accept_on_kernels if on_kernels else accept)(rows, mode, processed, draft, rows.block_lengths)
     if forced_acceptance is not None:
-        accepted = force_acceptance(accepted, rows, drafts, block_lengths, forced_acceptance)
-    produced, status = _cut(rows, accepted)
+        accepted = force_acceptance(accepted, rows, drafts, rows.block_lengths, forced_acceptance)
+    packed = None
+    if on_kernels:
+        produced, status, packed = cuda_cycle.cut(
+            accepted.tokens, accepted.accepted, accepted.faulty, rows.remaining, rows.stop_ids
+        )
+    else:
+        produced, status = _cut(rows, accepted)
     if mode.logprobs is None:
-        return CycleResult(accepted.tokens, produced, accepted.accepted, status)
+        return CycleResult(accepted.tokens, produced, accepted.accepted, status, packed)
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     chosen = logprobs.gather(-1, accepted.tokens.clamp_min(0).unsqueeze(-1)).squeeze(-1)
     top = logprobs.topk(mode.logprobs, dim=-1)
-    return CycleResult(accepted.tokens, produced, accepted.accepted, status, chosen, top.values, top.indices)
+    return CycleResult(accepted.tokens, produced, accepted.accepted, status, packed, chosen, top.values, top.indices)
 
 
 def inject(session: EngineSession, rows: SlotRows, features: Tensor, produced: Tensor, block_size: int) -> None:
     """Give the drafter the features of committed inputs: the anchor and the drafts kept, not the new token."""
     if session.drafter_config is None or features.shape[1] == 0:
         return
-    offsets = torch.arange(block_size, device=features.device)
-    positions = rows.context_lengths[:, None] + offsets
-    slots = flat_slots(session, rows.page_table, positions, offsets < produced[:, None])
-    session.inject(features, positions.reshape(-1), slots.reshape(-1), queries_per_request=block_size)
+    positions, slots = block_rows(session, rows, produced, block_size)
+    session.inject(features, positions, slots, queries_per_request=block_size)
 
 
-def publish(state: SlotState, rows: SlotRows, result: CycleResult, mode: SamplingMode) -> None:
+def publish(session: EngineSession, state: SlotState, rows: SlotRows, result: CycleResult, mode: SamplingMode) -> None:
     """Move every slot forward by what was emitted; one that stopped has nothing left to emit."""
     slots, produced = rows.slots, result.produced
-    last = result.tokens.gather(1, (produced - 1).clamp_min(0)[:, None]).squeeze(1)
-    anchors = torch.where(produced > 0, last, rows.anchors)
-    remaining = torch.where(result.status == RUNNING, rows.remaining - produced, 0)
-    contexts, generated = rows.context_lengths + produced, rows.generated + produced
-    state.advance(slots, torch.stack((anchors, contexts, remaining, generated)))
+    if session.uses_kernels:
+        state.advance(rows, result.tokens, produced, result.status)
+    else:
+        last = result.tokens.gather(1, (produced - 1).clamp_min(0)[:, None]).squeeze(1)
+        anchors = torch.where(produced > 0, last, rows.anchors)
+        remaining = torch.where(result.status == RUNNING, rows.remaining - produced, 0)
+        contexts, generated = rows.context_lengths + produced, rows.generated + produced
+        state.set_progress(slots, torch.stack((anchors, contexts, remaining, generated)))
     if mode.penalties or mode.bad_words:
         emitted = torch.arange(result.tokens.shape[1], device=slots.device) < produced[:, None]
         tokens = torch.where(emitted, result.tokens, 0)
@@ -182,6 +174,17 @@ def publish(state: SlotState, rows: SlotRows, result: CycleResult, mode: Samplin
         state.output_counts.view(-1).scatter_add_(0, flat.view(-1), counts.view(-1))
         columns = rows.context_lengths[:, None] + 1 + torch.arange(tokens.shape[1], device=slots.device)
         state.history[slots[:, None], columns] = tokens
+
+
+def block_rows(session: EngineSession, rows: SlotRows, lengths: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """Positions ``[B * S]`` of the blocks' rows and their cache rows, -1 from row ``lengths [B]`` on."""
+    if session.uses_kernels:
+        page_tokens = session.limits.page_tokens
+        return cuda_cycle.block_rows(rows.page_table, rows.context_lengths, lengths, block_size, page_tokens)
+    offsets = torch.arange(block_size, device=lengths.device)
+    positions = rows.context_lengths[:, None] + offsets
+    slots = flat_slots(session, rows.page_table, positions, offsets < lengths[:, None])
+    return positions.reshape(-1), slots.reshape(-1)
 
 
 def flat_slots(session: EngineSession, page_table: Tensor, positions: Tensor, exists: Tensor) -> Tensor:

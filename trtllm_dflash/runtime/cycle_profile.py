@@ -63,18 +63,18 @@ class CycleProfiler:
         slots = upload(self._occupy(batch, context, rows=block_size * (repeats + 3)), torch.int64, self._state.device)
         session, state, mode = self._session, self._state, SamplingMode()
         columns = state.page_table.shape[1]
-        rows, lengths = prepare(state, slots, block_size, columns)
-        draft = draft_and_select(session, rows, lengths, block_size, mode)
-        verified = verify(session, rows, draft, lengths, block_size)
+        rows = prepare(session, state, slots, block_size, columns)
+        draft = draft_and_select(session, rows, block_size, mode)
+        verified = verify(session, rows, draft, block_size)
         logits = verified.logits.view(batch, block_size, -1)
-        result = settle(state, rows, mode, logits, draft, lengths, kernels=session.uses_kernels)
+        result = settle(session, state, rows, mode, logits, draft)
         stages: dict[str, Callable[[], object]] = {
-            "prepare": lambda: prepare(state, slots, block_size, columns),
-            "draft_and_select": lambda: draft_and_select(session, rows, lengths, block_size, mode),
-            "verify": lambda: verify(session, rows, draft, lengths, block_size),
-            "accept": lambda: settle(state, rows, mode, logits, draft, lengths, kernels=session.uses_kernels),
+            "prepare": lambda: prepare(session, state, slots, block_size, columns),
+            "draft_and_select": lambda: draft_and_select(session, rows, block_size, mode),
+            "verify": lambda: verify(session, rows, draft, block_size),
+            "accept": lambda: settle(session, state, rows, mode, logits, draft),
             "inject": lambda: inject(session, rows, verified.features, result.produced, block_size),
-            "publish": lambda: publish(state, rows, result, mode),
+            "publish": lambda: publish(session, state, rows, result, mode),
         }
         seconds = {}
         for name, stage in stages.items():
@@ -92,14 +92,14 @@ class CycleProfiler:
             self._state.set_pages(slot, [(slot * each + page) % self._num_pages for page in range(each)])
         slots = upload(list(range(batch)), torch.int64, self._state.device)
         facts = [[1] * batch, [context] * batch, [_PLENTY] * batch, [0] * batch]
-        self._state.advance(slots, upload(facts, torch.int64, self._state.device))
+        self._state.set_progress(slots, upload(facts, torch.int64, self._state.device))
         return list(range(batch))
 
     def _vacate(self) -> None:
         """No slot has anything to emit, nor a page; what the pages hold is finite, and visible to nobody."""
         count = self._state.idle_slot
         slots = upload(list(range(count)), torch.int64, self._state.device)
-        self._state.advance(slots, upload([[0] * count] * 4, torch.int64, self._state.device))
+        self._state.set_progress(slots, upload([[0] * count] * 4, torch.int64, self._state.device))
         for slot in range(count):
             self._state.set_pages(slot, [])
         self._session.clear_pages([self._num_pages])

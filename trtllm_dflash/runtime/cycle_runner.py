@@ -48,9 +48,10 @@ class PendingResult:
     """
 
     def __init__(self, result: CycleResult) -> None:
-        packed = torch.cat(
-            (result.tokens, result.produced[:, None], result.accepted[:, None], result.status[:, None]), dim=1
-        )
+        packed = result.packed
+        if packed is None:
+            columns = (result.produced[:, None], result.accepted[:, None], result.status[:, None])
+            packed = torch.cat((result.tokens, *columns), dim=1)
         self._event: torch.cuda.Event | None = None
         self._parts = [_to_host(packed)]
         for part in (result.logprobs, result.top_logprobs, result.top_ids):
@@ -117,9 +118,9 @@ def expected_graphs(session: EngineSession, block_size: int, options: EngineOpti
     if not (session.uses_kernels if options.graphs is None else options.graphs):
         return 0
     limit = session.limits.max_batch_size
-    buckets = sum(1 for bucket in _BUCKETS if bucket <= limit)
-    sizes = len(block_size_choices(block_size)) if options.adaptive else 1
-    return max(1, buckets) * sizes
+    buckets = next((n + 1 for n, size in enumerate(_BUCKETS) if size >= limit), len(_BUCKETS))
+    measured = (len(block_size_choices(block_size)) - 1) * len(batch_choices(limit)) if options.adaptive else 0
+    return buckets + measured
 
 
 class CycleRunner:
@@ -155,6 +156,17 @@ class CycleRunner:
         if self._pool is None:
             return batch
         return next((size for size in _BUCKETS if size >= batch), -(-batch // 64) * 64)
+
+    def warm_up(self, block_size: int) -> None:
+        """Record the graphs of every batch bucket at ``block_size``, so that no request waits for a recording."""
+        if self._pool is None:
+            return
+        for bucket in self.buckets():
+            self.graph(bucket, block_size, SamplingMode())
+
+    def buckets(self) -> list[int]:
+        """Every batch size that batches are padded to, ascending."""
+        return sorted({self.bucket(batch) for batch in range(1, self._state.idle_slot + 1)})
 
     def launch(self, slots: Sequence[int], block_size: int, page_columns: int, mode: SamplingMode) -> PendingResult:
         """Queue one cycle for ``slots``; ``page_columns`` is a host-known bound of the pages any of them touches."""

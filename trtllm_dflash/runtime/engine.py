@@ -109,6 +109,8 @@ class Engine:
             graphs=session.uses_kernels if options.graphs is None else options.graphs,
             forced_acceptance=options.forced_acceptance,
         )
+        with torch.inference_mode():
+            self._runner.warm_up(block_size)
         self.profiler = CycleProfiler(session, self._state, self._runner, num_pages)
         self._policy: BlockSizePolicy | None = None
         self.cycle_table: CycleTable | None = None

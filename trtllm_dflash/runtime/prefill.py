@@ -9,7 +9,7 @@ import torch
 
 from trtllm_dflash.engine.session import EngineSession, TargetInputs
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.runtime.cycle import CycleResult, flat_slots, publish, settle
+from trtllm_dflash.runtime.cycle import CycleResult, flat_slots, prepare, publish, settle
 from trtllm_dflash.runtime.request import Request
 from trtllm_dflash.runtime.slots import SamplingMode, SlotState, upload
 
@@ -94,11 +94,9 @@ def run_prefill(
     mode = SamplingMode()
     for request in requests:
         mode |= request.spec.mode
-    rows = state.gather(slots.index_select(0, upload(completing, torch.int64, device)), columns)
-    block_lengths = torch.ones(len(requests), dtype=torch.int64, device=device)
-    logits = outputs.logits.unsqueeze(1)
-    result = settle(state, rows, mode, logits, None, block_lengths, kernels=session.uses_kernels)
-    publish(state, rows, result, mode)
+    rows = prepare(session, state, slots.index_select(0, upload(completing, torch.int64, device)), 1, columns)
+    result = settle(session, state, rows, mode, outputs.logits.unsqueeze(1), None)
+    publish(session, state, rows, result, mode)
     _advance(chunks)
     return requests, result
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trtllm_dflash.config.sampling import SamplingParams
+from trtllm_dflash.ops import cuda_cycle
 
 MAX_STOP_IDS = 64
 MAX_BIAS_IDS = 1024
@@ -61,8 +62,9 @@ class SamplingMode:
         )
 
     def on_kernels(self) -> SamplingMode:
-        """The mode as the acceptance kernel needs it: it filters exactly without a bound, so fewer graphs differ."""
-        return replace(self, top_k_bound=None)
+        """The mode whose graph serves this one: the acceptance kernel looks at each request's own temperature and
+        filters, so greedy, sampled and filtered requests share a graph."""
+        return replace(self, sampled=True, filtered=True, top_k_bound=None)
 
     @staticmethod
     def of(params: SamplingParams) -> SamplingMode:
@@ -95,6 +97,8 @@ class SlotRows:
         remaining: output tokens still allowed; generated: output tokens so far.
         page_table: ``[B, P]``. seeds: int64. temperatures, top_p, min_p: float32. top_k: int64, 0 = off.
         stop_ids: ``[B, MAX_STOP_IDS]``, -1 = none.
+        block_lengths: rows of the block that exist, given the block size that was gathered for.
+        ints: ``[7, B]``, the matrix that the integers above are rows of.
     """
 
     slots: Tensor
@@ -109,6 +113,8 @@ class SlotRows:
     top_p: Tensor
     min_p: Tensor
     stop_ids: Tensor
+    block_lengths: Tensor
+    ints: Tensor
 
 
 class SlotState:
@@ -229,25 +235,44 @@ class SlotState:
             [*pages, *[self.scratch_page] * (columns - len(pages))], torch.int64, self.device
         )
 
-    def gather(self, slots: Tensor, page_columns: int) -> SlotRows:
-        """Rows of ``slots [B]``; the page table is cut to ``page_columns``, a host-known bound."""
-        ints, floats = self._ints.index_select(1, slots), self._floats.index_select(1, slots)
+    def gather(self, slots: Tensor, page_columns: int, block_size: int, *, kernels: bool = False) -> SlotRows:
+        """Rows of ``slots [B]``; the page table is cut to ``page_columns``, a host-known bound.
+
+        A block never reaches beyond the tokens a request may still emit; a request that has ended has a block of no
+        rows: it writes, attends to and emits nothing. ``kernels`` uses the plugin library's for it.
+        """
+        table = self.page_table[:, :page_columns]
+        if kernels:
+            gathered = cuda_cycle.gather_state(slots, self._ints, self._floats, table, self.stop_ids, block_size)
+            ints, floats, lengths = gathered.ints, gathered.floats, gathered.block_lengths
+            pages, stop_ids = gathered.pages, gathered.stop_ids
+        else:
+            ints, floats = self._ints.index_select(1, slots), self._floats.index_select(1, slots)
+            remaining = ints[2]
+            lengths = (remaining + (remaining > 0)).clamp_max(block_size)
+            pages, stop_ids = table.index_select(0, slots), self.stop_ids.index_select(0, slots)
         return SlotRows(
             slots=slots,
             anchors=ints[0],
             context_lengths=ints[1],
             remaining=ints[2],
             generated=ints[3],
-            page_table=self.page_table[:, :page_columns].index_select(0, slots),
+            page_table=pages,
             seeds=ints[4],
             temperatures=floats[0],
             top_k=ints[5],
             top_p=floats[1],
             min_p=floats[2],
-            stop_ids=self.stop_ids.index_select(0, slots),
+            stop_ids=stop_ids,
+            block_lengths=lengths,
+            ints=ints,
         )
 
-    def advance(self, slots: Tensor, progress: Tensor) -> None:
+    def advance(self, rows: SlotRows, tokens: Tensor, produced: Tensor, status: Tensor) -> None:
+        """Move the slots of ``rows`` forward by a cycle, on the plugin library's kernel (``runtime.cycle.publish``)."""
+        cuda_cycle.publish_state(self._ints, rows.slots, rows.ints, tokens, produced, status)
+
+    def set_progress(self, slots: Tensor, progress: Tensor) -> None:
         """Write ``progress [4, B]``: anchors, context lengths, remaining and generated tokens of ``slots [B]``."""
         self._ints[:4].index_copy_(1, slots, progress)
 

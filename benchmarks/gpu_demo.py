@@ -1,0 +1,206 @@
+"""The trained demo pair on a GPU: exactness, acceptance, speed against the public reference, adaptive block size."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trtllm_dflash import LLM, SamplingParams
+from trtllm_dflash.bench.datasets import load_prompts
+from trtllm_dflash.checkpoint.demo import demo_drafter, demo_target
+from trtllm_dflash.runtime.cycle_runner import EngineOptions
+
+# Two logits this close may change places when a sum is taken in another order: bfloat16 keeps 8 bits, logits reach 32.
+_TIE = 0.25
+Ids = tuple[int, ...]
+
+
+def exactness_figures(
+    engines: Path, float32_engines: Path, prompts_file: Path, *, count: int, max_tokens: int, device: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``demo_greedy_identical`` and ``demo_acceptance_rel_diff``.
+
+    A prompt counts as identical when its texts with speculation on and off, by graphs and eagerly, are equal, or part
+    where plain decoding's two best tokens are within a rounding of each other (those are counted apart).
+    """
+    messages = load_prompts(prompts_file, count)
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    texts: dict[str, list[Ids]] = {}
+    acceptance: dict[str, float] = {}
+    for speculation in ("off", "on"):
+        for graphs in (True, False):
+            options = EngineOptions(graphs=graphs, adaptive=False)
+            with LLM(engines, device=device, speculation=speculation, options=options, kernels="plugins") as llm:
+                prompts = [llm.encode(message) for message in messages]
+                name = f"{speculation}-{'graph' if graphs else 'eager'}"
+                outputs = [llm.generate([ids], params)[0] for ids in prompts]
+                texts[name] = [output.token_ids for output in outputs]
+                acceptance[name] = _pooled(outputs)
+    ties, unexplained = [], []
+    with LLM(engines, device=device, speculation="off", kernels="plugins") as plain:
+        for name, those in texts.items():
+            for index, (text, base) in enumerate(zip(those, texts["off-graph"], strict=True)):
+                if text == base:
+                    continue
+                gap = _gap_at_parting(plain, prompts[index], text, base)
+                (ties if gap <= _TIE else unexplained).append({"setting": name, "prompt": index, "gap": gap})
+    with LLM(float32_engines, device="cpu", speculation="on") as on_cpu:
+        acceptance["cpu-float32"] = _pooled(on_cpu.generate([list(ids) for ids in prompts], params))
+    parted = {entry["prompt"] for entry in unexplained}
+    ours, cpu = acceptance["on-graph"], acceptance["cpu-float32"]
+    return {
+        "demo_greedy_identical": 1 - len(parted) / count,
+        "demo_acceptance_rel_diff": abs(ours - cpu) / cpu,
+    }, {
+        "prompts": count,
+        "max_tokens": max_tokens,
+        "acceptance": acceptance,
+        "texts_equal_to_the_last_token": {
+            name: sum(a == b for a, b in zip(those, texts["off-graph"], strict=True)) for name, those in texts.items()
+        },
+        "ties": ties,
+        "unexplained": unexplained,
+    }
+
+
+def _pooled(outputs: Sequence[Any]) -> float:
+    committed = sum(output.metrics.accepted_tokens + output.metrics.cycles for output in outputs)
+    return committed / max(1, sum(output.metrics.cycles for output in outputs))
+
+
+def _gap_at_parting(plain: LLM, prompt: Ids, text: Ids, base: Ids) -> float:
+    """Difference of the two tokens' log-probabilities where two texts part, by a prefill of what they share."""
+    shared = next((n for n, (a, b) in enumerate(zip(text, base, strict=False)) if a != b), None)
+    if shared is None:
+        return float("inf")
+    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=20)
+    top = dict(plain.generate([[*prompt, *base[:shared]]], params)[0].logprobs[0].top)
+    if text[shared] not in top or base[shared] not in top:
+        return float("inf")
+    return abs(top[text[shared]] - top[base[shared]])
+
+
+def speed_figures(
+    engines: Path, prompts_file: Path, *, count: int, max_tokens: int, repeats: int, device: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``over_reference`` and ``over_transformers``: tokens/s ratios at batch 1, settings interleaved."""
+    import dflash.model as reference
+    from transformers import AutoModelForCausalLM
+
+    messages = load_prompts(prompts_file, count)
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    arguments = {"dtype": torch.bfloat16, "attn_implementation": "sdpa"}
+    model = AutoModelForCausalLM.from_pretrained(demo_target(), **arguments).to(device).eval()
+    drafter = reference.DFlash2DraftModel.from_pretrained(demo_drafter(), **arguments).to(device).eval()
+    with (
+        LLM(engines, device=device, speculation="on", kernels="plugins") as speculative,
+        LLM(engines, device=device, speculation="off", kernels="plugins") as plain,
+    ):
+        prompts = [plain.encode(message) for message in messages]
+
+        def ours(llm: LLM) -> int:
+            return sum(len(llm.generate([ids], params)[0].token_ids) for ids in prompts)
+
+        def by_reference() -> int:
+            total = 0
+            for ids in prompts:
+                given = torch.tensor([ids], device=device)
+                output = reference.dflash_generate(drafter, model, given, max_tokens, [2])
+                total += output.shape[1] - len(ids)
+            return total
+
+        @torch.inference_mode()
+        def by_transformers() -> int:
+            total = 0
+            for ids in prompts:
+                given = torch.tensor([ids], device=device)
+                output = model.generate(given, max_new_tokens=max_tokens, do_sample=False, eos_token_id=2)
+                total += output.shape[1] - len(ids)
+            return total
+
+        settings: dict[str, Callable[[], int]] = {
+            "speculation": lambda: ours(speculative),
+            "plain": lambda: ours(plain),
+            "reference": by_reference,
+            "transformers": by_transformers,
+        }
+        rates: dict[str, list[float]] = {name: [] for name in settings}
+        for run in settings.values():
+            run()
+        for _ in range(repeats):
+            for name, run in settings.items():
+                begun = time.perf_counter()
+                tokens = run()
+                torch.cuda.synchronize()
+                rates[name].append(tokens / (time.perf_counter() - begun))
+    median = {name: statistics.median(values) for name, values in rates.items()}
+    for name, values in rates.items():
+        print(f"{name:16s} {median[name]:9.1f} tokens/s  ({min(values):.1f} to {max(values):.1f})", flush=True)
+    return {
+        "over_reference": median["speculation"] / median["reference"],
+        "over_transformers": median["plain"] / median["transformers"],
+        "speculation_over_transformers": median["speculation"] / median["transformers"],
+    }, {"prompts": count, "max_tokens": max_tokens, "tokens_per_second": rates}
+
+
+def adaptive_figures(
+    engines: Path, prompts_file: Path, *, concurrencies: Sequence[int], max_tokens: int, repeats: int, device: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``adaptive_min_ratio``: tokens/s of ``auto`` over the better of on and off, the least over concurrencies."""
+    messages = load_prompts(prompts_file, max(concurrencies))
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    llms = {mode: LLM(engines, device=device, speculation=mode, kernels="plugins") for mode in ("auto", "on", "off")}
+    details: dict[str, Any] = {}
+    worst = float("inf")
+    try:
+        for concurrency in concurrencies:
+            rates: dict[str, list[float]] = {mode: [] for mode in llms}
+            prompts = [llms["off"].encode(message) for message in messages[:concurrency]]
+            for repeat in range(repeats + 1):
+                for mode, llm in llms.items():
+                    begun = time.perf_counter()
+                    tokens = sum(len(output.token_ids) for output in llm.generate(prompts, params))
+                    if repeat:
+                        rates[mode].append(tokens / (time.perf_counter() - begun))
+            median = {mode: statistics.median(values) for mode, values in rates.items()}
+            ratio = median["auto"] / max(median["on"], median["off"])
+            worst = min(worst, ratio)
+            details[str(concurrency)] = {"tokens_per_second": rates, "ratio": ratio}
+            print(f"{concurrency:4d}: {median} ratio {ratio:.3f}", flush=True)
+    finally:
+        for llm in llms.values():
+            llm.close()
+    return {"adaptive_min_ratio": worst}, {"max_tokens": max_tokens, "concurrency": details}
+
+
+def fp8_accuracy_figures(
+    engines: Path, fp8_engines: Path, prompts_file: Path, *, count: int, max_tokens: int, device: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What FP8 weights and cache of the target cost: how long its greedy texts stay bfloat16's, and acceptance.
+
+    ``demo_fp8_first_difference``: mean share of a text before the first different token, plain decoding.
+    ``demo_fp8_acceptance_ratio``: acceptance length over bfloat16's.
+    """
+    messages = load_prompts(prompts_file, count)
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    texts: dict[str, list[Ids]] = {}
+    acceptance: dict[str, float] = {}
+    for name, path in (("bfloat16", engines), ("fp8", fp8_engines)):
+        with LLM(path, device=device, speculation="off", kernels="plugins") as plain:
+            prompts = [list(plain.encode(message)) for message in messages]
+            texts[name] = [output.token_ids for output in plain.generate(prompts, params)]
+        with LLM(path, device=device, speculation="on", kernels="plugins") as speculative:
+            acceptance[name] = _pooled(speculative.generate(prompts, params))
+    shares = []
+    for exact, rounded in zip(texts["bfloat16"], texts["fp8"], strict=True):
+        same = next((n for n, (a, b) in enumerate(zip(exact, rounded, strict=False)) if a != b), len(exact))
+        shares.append(same / len(exact))
+    return {
+        "demo_fp8_first_difference": statistics.mean(shares),
+        "demo_fp8_acceptance_ratio": acceptance["fp8"] / acceptance["bfloat16"],
+    }, {"prompts": count, "max_tokens": max_tokens, "acceptance": acceptance}
