@@ -30,6 +30,12 @@ def test_load_is_kept_up_until_the_last_measured_request_has_ended() -> None:
     assert measure(result).in_flight > 3.5
 
 
+def test_without_a_cool_down_users_leave() -> None:
+    result = run_load(TimedEndpoint(), PROMPTS, GREEDY, Load(4, None, 6, cool_down=False))
+    assert {record.phase for record in result.records} == {"warm-up", "measured"}
+    assert len(result.measured) == 6
+
+
 def test_warm_up_lengths_differ_so_that_users_fall_out_of_step() -> None:
     endpoint = TimedEndpoint()
     run_load(endpoint, PROMPTS, GREEDY, Load(4, None, 4))

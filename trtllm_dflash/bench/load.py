@@ -33,7 +33,8 @@ class Load:
         concurrency: requests in flight (closed loop), or the most of them when ``request_rate`` is set.
         request_rate: mean arrivals per second, Poisson; None for a closed loop.
         requests: measured requests. warm_up: requests before them; None takes ``concurrency``.
-        seed: of the arrival times.
+        seed: of the arrival times. cool_down: keep the load up until the last measured request has ended; without
+            it users leave when there is nothing more to send, as in other tools.
     """
 
     concurrency: int | None
@@ -41,6 +42,7 @@ class Load:
     requests: int
     warm_up: int | None = None
     seed: int = 0
+    cool_down: bool = True
 
     def __post_init__(self) -> None:
         if self.concurrency is None and self.request_rate is None:
@@ -158,8 +160,10 @@ class _Run:
                         break
                 if self._stop.is_set():
                     break
-                record, params = self._next()
-                started.append(threading.Thread(target=one, args=(record, params), daemon=True))
+                following = self._next()
+                if following is None:
+                    break
+                started.append(threading.Thread(target=one, args=following, daemon=True))
                 started[-1].start()
             for thread in started:
                 thread.join()
@@ -189,8 +193,10 @@ class _Run:
 
     def _work(self) -> None:
         while not self._stop.is_set():
-            record, params = self._next()
-            self._send(record, params)
+            following = self._next()
+            if following is None:
+                return
+            self._send(*following)
 
     def _send(self, record: RequestRecord, params: SamplingParams) -> None:
         try:
@@ -204,9 +210,12 @@ class _Run:
         if record.phase == "measured":
             self._count()
 
-    def _next(self) -> tuple[RequestRecord, SamplingParams]:
+    def _next(self) -> tuple[RequestRecord, SamplingParams] | None:
         with self._lock:
-            phase, index, number = next(self._queue)
+            following = next(self._queue, None)
+            if following is None:
+                return None
+            phase, index, number = following
             record = RequestRecord(index=index, phase=phase)
             self._records.append(record)
         if phase == "measured" and number == 0 and self._on_measured is not None:
@@ -234,12 +243,12 @@ class _Run:
             self._endpoint.stop_all()
 
     def _requests(self) -> Iterator[tuple[Phase, int, int]]:
-        """(phase, prompt index, number within the phase), without end."""
+        """(phase, prompt index, number within the phase); with a cool-down without end."""
         count = len(self._prompts)
         backwards = itertools.cycle(range(count - 1, -1, -1))
         for number in range(self._load.warm_up_requests):
             yield "warm-up", next(backwards), number
         for number in range(self._load.requests):
             yield "measured", number % count, number
-        for number in itertools.count():
+        for number in itertools.count() if self._load.cool_down else ():
             yield "cool-down", next(backwards), number

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Protocol
 
 from trtllm_dflash.bench.configuration import Configuration, Opened, longest_prompt, open_configuration
 from trtllm_dflash.bench.load import Load
@@ -23,8 +24,29 @@ SweepProgress = Callable[[str, int, int], None]
 logger = logging.getLogger(__name__)
 
 
+class Opener(Protocol):
+    """Opens a configuration; :func:`~trtllm_dflash.bench.configuration.open_configuration` is one."""
+
+    def __call__(
+        self,
+        configuration: Configuration,
+        workload: Workload,
+        *,
+        device: str | None = None,
+        max_prompt_tokens: int | None = None,
+        concurrency: int | None = None,
+    ) -> Opened:
+        """See :func:`~trtllm_dflash.bench.configuration.open_configuration`."""
+
+
 def run_sweep(
-    plan: SweepPlan, workload: Workload, folder: Path, *, progress: SweepProgress | None = None
+    plan: SweepPlan,
+    workload: Workload,
+    folder: Path,
+    *,
+    progress: SweepProgress | None = None,
+    opener: Opener = open_configuration,
+    fingerprint_of: Callable[[Configuration], str] = fingerprint,
 ) -> tuple[dict[str, object], list[RunRecord]]:
     """Measure what is missing of ``plan`` in ``folder``; returns (facts of the method, runs of the plan).
 
@@ -32,6 +54,7 @@ def run_sweep(
 
     Args:
         progress: told (what, runs finished, runs in all).
+        opener, fingerprint_of: for engines that no directory holds.
 
     Raises:
         ConfigError: ``folder`` holds a sweep that this one cannot continue. EngineError: a configuration fails.
@@ -40,9 +63,9 @@ def run_sweep(
     method = method_facts(plan, workload)
     order = plan.order()
     with SweepJournal(folder, method, method_fingerprint(method)) as journal:
-        prints = {label: fingerprint(configuration) for label, configuration in by_label.items()}
+        prints = {label: fingerprint_of(configuration) for label, configuration in by_label.items()}
         finished = set().union(*(journal.finished(label, prints[label]) for label in by_label))
-        with _Engines(plan, workload) as engines:
+        with _Engines(plan, workload, opener) as engines:
             for key in order:
                 if key in finished:
                     continue
@@ -72,8 +95,8 @@ def _measure(opened: Opened, key: PointKey, plan: SweepPlan, workload: Workload,
 class _Engines:
     """Open configurations, the least recently used of which is closed when there are too many."""
 
-    def __init__(self, plan: SweepPlan, workload: Workload) -> None:
-        self._plan, self._workload = plan, workload
+    def __init__(self, plan: SweepPlan, workload: Workload, opener: Opener) -> None:
+        self._plan, self._workload, self._opener = plan, workload, opener
         self._most = plan.max_open or len(plan.configurations)
         self._limit = longest_prompt(plan.configurations, workload.params.max_tokens)
         self._open: OrderedDict[str, Opened] = OrderedDict()
@@ -91,7 +114,7 @@ class _Engines:
             while len(self._open) >= self._most:
                 self._open.popitem(last=False)[1].close()
             # Prompts that one engine cannot take are left out of all: the points are of the same prompts.
-            self._open[label] = open_configuration(
+            self._open[label] = self._opener(
                 configuration,
                 self._workload,
                 device=self._plan.device,
