@@ -132,3 +132,6 @@ def test_the_real_aiperf_measures_a_real_engine(
     assert figures.errors == 0
     mean = sum(output.metrics.completion_tokens for output in outputs) / 6
     assert figures.completion_tokens == pytest.approx(mean)
+    assert figures.acceptance is not None
+    assert figures.acceptance.cycles == sum(output.metrics.cycles for output in outputs)
+    assert figures.acceptance.accepted == sum(output.metrics.accepted_tokens for output in outputs)

@@ -134,13 +134,18 @@ def test_a_failed_build_is_a_result_without_paths_or_host(
     assert platform.node() not in text
 
 
-def test_what_is_not_there_is_said_and_no_failure(checkpoint_of: Callable[[str], Path], tmp_path: Path) -> None:
+def test_what_is_not_there_is_said_and_no_failure(
+    checkpoint_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nowhere = Subject("nowhere", "tensorrt", "float32", needs="a_package_that_is_not_there")
-    document = _check(checkpoint_of, tmp_path, nowhere, Subject("gpu", "torch", "bfloat16"))
-    assert [one["status"] for one in document["checks"]] == ["passed", "skipped", "skipped"]
+    plugins = Subject("plugins", "torch", "bfloat16", needs_gpu=False, needs_plugins=True)
+    monkeypatch.setattr(selfcheck, "find_library", lambda: None)
+    document = _check(checkpoint_of, tmp_path, nowhere, Subject("gpu", "torch", "bfloat16"), plugins)
+    assert [one["status"] for one in document["checks"]] == ["passed", "skipped", "skipped", "skipped"]
+    assert "plugin library is not built" in document["checks"][3]["why"]
     assert "a_package_that_is_not_there is not installed" in document["checks"][1]["why"]
     assert "needs a CUDA GPU" in document["checks"][2]["why"]
-    assert (document["verdict"], document["skipped"]) == ("passed", 2)
+    assert (document["verdict"], document["skipped"]) == ("passed", 3)
 
 
 def test_the_document_has_no_prompts(checkpoint_of: Callable[[str], Path], tmp_path: Path) -> None:

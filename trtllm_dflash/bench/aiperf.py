@@ -159,6 +159,11 @@ def _record(entry: Mapping[str, Any], index: int) -> RequestRecord:
     record.completion_tokens = int(_value(metrics, "output_sequence_length"))
     record.prompt_tokens = int(_value(metrics, "input_sequence_length"))
     record.spread_evenly(record.completion_tokens)
+    # Only where the server sends vLLM's metrics.speculative_decoding.
+    if "spec_decode_steps" in metrics:
+        record.cycles = int(_value(metrics, "spec_decode_steps"))
+        record.accepted = int(_value(metrics, "spec_decode_accepted_draft_tokens"))
+        record.drafted = int(_value(metrics, "spec_decode_draft_tokens"))
     return record
 
 

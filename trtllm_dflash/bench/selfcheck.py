@@ -26,6 +26,7 @@ from trtllm_dflash.engine.build import build
 from trtllm_dflash.engine.directory import load_session
 from trtllm_dflash.engine.torch_session import KernelChoice
 from trtllm_dflash.errors import DFlashError
+from trtllm_dflash.ops.plugin_library import find_library
 from trtllm_dflash.runtime.llm import LLM
 from trtllm_dflash.runtime.prompting import Prompt, PromptEncoder
 from trtllm_dflash.serving.engine_server import without_paths
@@ -63,7 +64,8 @@ class Subject:
 
     Attributes:
         name: for people. backend, build_options: as ``build`` takes them. dtype: of the pair.
-        kernels: as ``LLM`` takes them. needs: a Python module without which it is skipped. needs_gpu: likewise.
+        kernels: as ``LLM`` takes them. needs: a Python module without which it is skipped.
+        needs_gpu, needs_plugins: likewise.
     """
 
     name: str
@@ -73,11 +75,19 @@ class Subject:
     kernels: KernelChoice = "auto"
     needs: str | None = None
     needs_gpu: bool = True
+    needs_plugins: bool = False
 
 
 SUBJECTS = (
-    Subject("torch, plugin kernels, bfloat16", "torch", "bfloat16", kernels="plugins"),
-    Subject("TensorRT, plugin layers, bfloat16", "tensorrt", "bfloat16", {"lowering": "plugin"}, needs="tensorrt"),
+    Subject("torch, plugin kernels, bfloat16", "torch", "bfloat16", kernels="plugins", needs_plugins=True),
+    Subject(
+        "TensorRT, plugin layers, bfloat16",
+        "tensorrt",
+        "bfloat16",
+        {"lowering": "plugin"},
+        needs="tensorrt",
+        needs_plugins=True,
+    ),
     Subject("TensorRT, native layers, float32", "tensorrt", "float32", {"lowering": "native"}, needs="tensorrt"),
     Subject("TensorRT, native layers, bfloat16", "tensorrt", "bfloat16", {"lowering": "native"}, needs="tensorrt"),
     Subject("TensorRT-RTX, native layers, bfloat16", "tensorrt-rtx", "bfloat16", needs="tensorrt_rtx"),
@@ -168,6 +178,8 @@ class _Selfcheck:
             return f"the Python package {subject.needs} is not installed"
         if subject.needs_gpu and self.device.type != "cuda":
             return "needs a CUDA GPU; this ran on the CPU"
+        if subject.needs_plugins and find_library() is None:
+            return "the plugin library is not built (trtllm-dflash plugins build)"
         return None
 
     def _guarded(self, facts: dict[str, Any], compare: Callable[[dict[str, Any]], list[str]]) -> dict[str, Any]:

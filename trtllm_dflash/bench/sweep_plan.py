@@ -57,11 +57,6 @@ class SweepPlan:
         """Measured requests of a run."""
         return max(self.min_requests, self.requests_per_user * concurrency)
 
-    @property
-    def most_requests(self) -> int:
-        """Measured requests of the largest run."""
-        return self.requests(max(self.concurrencies))
-
     def order(self) -> list[PointKey]:
         """Every run, ordered so that a drift of the machine hits all configurations alike.
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
+
+import torch
 
 from trtllm_dflash.bench.configuration import Configuration, Opened, longest_prompt, open_configuration
 from trtllm_dflash.bench.load import Load
@@ -106,13 +109,13 @@ class _Engines:
 
     def __exit__(self, *exc: object) -> None:
         while self._open:
-            self._open.popitem()[1].close()
+            self._close_oldest()
 
     def opened(self, configuration: Configuration) -> Opened:
         label = configuration.label
         if label not in self._open:
             while len(self._open) >= self._most:
-                self._open.popitem(last=False)[1].close()
+                self._close_oldest()
             # Prompts that one engine cannot take are left out of all: the points are of the same prompts.
             self._open[label] = self._opener(
                 configuration,
@@ -123,3 +126,11 @@ class _Engines:
             )
         self._open.move_to_end(label)
         return self._open[label]
+
+    def _close_oldest(self) -> None:
+        self._open.popitem(last=False)[1].close()
+        # The next engine plans its memory by what is free: weights in reference cycles, and what torch keeps for later,
+        # have to be given back now.
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
