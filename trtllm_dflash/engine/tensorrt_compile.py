@@ -113,6 +113,9 @@ def compile_plan(
     started = time.perf_counter()
     config = emitted.builder.create_builder_config()
     _configure(emitted, config, options)
+    if lowering == "plugin":
+        # Layers that write a cache give it back as an output at the same address.
+        config.set_preview_feature(emitted.writer.trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     cache = _attach_timing_cache(emitted, config, options)
     monitor = None if options.progress is None else _monitor(emitted, options.progress)
     if monitor is not None:
@@ -266,6 +269,7 @@ def _profile_facts(emitted: EmittedNetwork) -> tuple[ProfileFacts, ...]:
             for spec in emitted.inputs
             if any(isinstance(dim, str) for dim in spec.shape)
         )
-        rows, queries = profile.ranges.get("B", (1, 1, 1)), profile.ranges.get("S", (1, 1, 1))
+        # Queries of a request are S where they are a dimension of their own, M where rows are packed.
+        rows, queries = profile.ranges["B"], profile.ranges.get("S") or profile.ranges["M"]
         out.append(ProfileFacts(profile.name, rows[2], queries[2], ranges))
     return tuple(out)

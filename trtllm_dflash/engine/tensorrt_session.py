@@ -12,11 +12,15 @@ from torch import Tensor
 
 from trtllm_dflash.checkpoint.read import RankTensors
 from trtllm_dflash.engine.linear_session import LinearSession
+from trtllm_dflash.engine.network_session import NetworkRunner
+from trtllm_dflash.engine.paged_session import PagedSession
 from trtllm_dflash.engine.plan_build import read_plan_facts
 from trtllm_dflash.engine.plan_facts import Network, PlanFacts, ProfileFacts
 from trtllm_dflash.engine.plan_weights import BoundWeights
+from trtllm_dflash.engine.session import EngineSession
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops.tensorrt_library import ErrorLog, TensorRTLibrary, check_backend, load_tensorrt
+from trtllm_dflash.ops.tensorrt_plugin import plugin_registry
 
 if TYPE_CHECKING:
     from trtllm_dflash.engine.directory import EngineDirectory
@@ -30,14 +34,15 @@ _TORCH_DTYPES = {
 }
 
 
-def open_tensorrt_session(engine: EngineDirectory, device: torch.device, *, graphs: bool = True) -> LinearSession:
-    """Open an engine directory with plans.
+def open_tensorrt_session(engine: EngineDirectory, device: torch.device, *, graphs: bool = True) -> EngineSession:
+    """Open an engine directory with plans: a session of linear or of paged caches, as its config.json says.
 
     Args:
         engine: the directory. device: a CUDA device. graphs: capture passes of fixed shape as CUDA graphs.
 
     Raises:
         EngineError: no GPU, another TensorRT or GPU than the plans are for, several ranks, or a damaged plan.
+        BuildError: TensorRT is missing or another version, or does not load the plugin library.
     """
     facts = engine.tensorrt
     if facts is None:
@@ -52,12 +57,10 @@ def open_tensorrt_session(engine: EngineDirectory, device: torch.device, *, grap
             f"{engine.path}: built for {engine.tp_size} ranks; this version runs plans of one rank",
             hint="convert with --tp-size 1",
         )
-    if facts.cache != "linear":
-        raise EngineError(
-            f"{engine.path}: built with plugin layers and paged caches, which this version does not run",
-            hint="build it again without plugins",
-        )
     library = load_tensorrt(check_backend(engine.backend))
+    if facts.plugin_library is not None:
+        # Plans with plugin layers name them; the registry must know them before a plan is loaded.
+        plugin_registry(library.trt, str((engine.path / facts.plugin_library.file).absolute()))
     networks: tuple[Network, ...] = ("target",) if engine.drafter_config is None else ("target", "inject", "draft")
     plans = {network: read_plan_facts(engine.path, network, 0) for network in networks}
     tensors: dict[str, Mapping[str, Tensor]] = {}
@@ -67,15 +70,23 @@ def open_tensorrt_session(engine: EngineDirectory, device: torch.device, *, grap
     weights = BoundWeights(tensors, device)
     plan_bytes = {network: (engine.path / plan.file).read_bytes() for network, plan in plans.items()}
     plain = PlanRunner(library, plans, plan_bytes, weights, device)
-    return LinearSession(
-        engine.target_config,
-        engine.drafter_config,
-        engine.limits,
-        runner=GraphedRunner(plain, engine.limits.block_size) if graphs else plain,
-        device=device,
-        dtype=getattr(torch, engine.target_config.dtype),
-        row_tokens=facts.row_tokens,
-    )
+    return network_session(engine, GraphedRunner(plain) if graphs else plain, device)
+
+
+def network_session(engine: EngineDirectory, runner: NetworkRunner, device: torch.device) -> EngineSession:
+    """The session that fits the caches of ``engine``, over ``runner``.
+
+    Raises:
+        EngineError: config.json does not say which.
+    """
+    facts = engine.tensorrt
+    if facts is None:
+        raise EngineError(f"{engine.path}: config.json does not say what built its plans", hint="build it again")
+    configs = (engine.target_config, engine.drafter_config, engine.limits)
+    dtype = getattr(torch, engine.target_config.dtype)
+    if facts.cache == "paged":
+        return PagedSession(*configs, runner=runner, device=device, dtype=dtype)
+    return LinearSession(*configs, runner=runner, device=device, dtype=dtype, row_tokens=facts.row_tokens)
 
 
 @dataclass
@@ -151,7 +162,7 @@ class PlanRunner:
             int(engine.get_device_memory_size_for_profile_v2(index)),
         )
 
-    def run(self, network: Network, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def run(self, network: Network, inputs: Mapping[str, Tensor], *, recurring: bool = False) -> dict[str, Tensor]:
         """See ``NetworkRunner.run``. Enqueues on the current stream and returns at once."""
         context = self._choose(network, inputs)
         for name, tensor in inputs.items():
@@ -208,18 +219,17 @@ class GraphedRunner:
     """Captures passes of fixed shape and replays them: one launch from the host instead of TensorRT's many.
 
     Args:
-        runner: computes and is captured. block_size: passes of more tokens per row (prefill) are never captured.
+        runner: computes and is captured.
     """
 
-    def __init__(self, runner: PlanRunner, block_size: int) -> None:
+    def __init__(self, runner: PlanRunner) -> None:
         self._runner = runner
-        self._block_size = block_size
         self._graphs: dict[tuple[object, ...], _CapturedPass] = {}
 
-    def run(self, network: Network, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def run(self, network: Network, inputs: Mapping[str, Tensor], *, recurring: bool = False) -> Mapping[str, Tensor]:
         """See ``NetworkRunner.run``. Outputs of a captured pass are overwritten by its next run."""
         # Inside a capture of the whole cycle the pass becomes part of that graph.
-        if torch.cuda.is_current_stream_capturing() or not self._is_fixed(inputs):
+        if torch.cuda.is_current_stream_capturing() or not recurring:
             return self._runner.run(network, inputs)
         key = (
             network,
@@ -228,10 +238,6 @@ class GraphedRunner:
         if key not in self._graphs:
             self._graphs[key] = _CapturedPass(self._runner, network, inputs)
         return self._graphs[key].replay(inputs)
-
-    def _is_fixed(self, inputs: Mapping[str, Tensor]) -> bool:
-        positions = inputs.get("positions")
-        return positions is None or positions.shape[1] <= self._block_size
 
     def close(self) -> None:
         """Release graphs and what the runner holds."""
@@ -260,7 +266,7 @@ class _CapturedPass:
 
 def _is_resident(name: str) -> bool:
     """Inputs that stay where they are from pass to pass."""
-    return "_cache." in name or name.startswith("rotary_")
+    return "_cache." in name or name.startswith("rotary_") or name == "query_extent"
 
 
 def _within(profile: ProfileFacts, name: str, tensor: Tensor) -> bool:
