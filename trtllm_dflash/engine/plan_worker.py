@@ -75,8 +75,15 @@ def make_plan(job: PlanJob, emit_event: Any) -> None:
     drafter_file = root / "drafter" / "config.json"
     shapes_only = job.weights == "external"
 
-    def tensors(model: str) -> RankFile:
-        return RankFile(root / model / f"rank{job.rank}.safetensors", shapes_only=shapes_only)
+    files = {
+        model: RankFile(root / model / f"rank{job.rank}.safetensors", shapes_only=shapes_only)
+        for model in (("target", "drafter") if drafter_file.is_file() else ("target",))
+    }
+
+    def release_weights() -> None:
+        # The builder copies embedded weights; the pages they were copied from need not stay.
+        for file in files.values():
+            file.release_pages()
 
     library = load_tensorrt(job.backend)
     request = NetworkRequest(
@@ -87,8 +94,8 @@ def make_plan(job: PlanJob, emit_event: Any) -> None:
         drafter_config=read_drafter_config(drafter_file) if drafter_file.is_file() else None,
         limits=job.limits,
         dtype=getattr(torch, target_config.dtype),
-        target=tensors("target"),
-        drafter=tensors("drafter") if drafter_file.is_file() else None,
+        target=files["target"],
+        drafter=files.get("drafter"),
         rank=job.rank,
         ranks=mapping.tp_size,
         plugins=None if job.plugin_library is None else RegistryPluginLayers(library.trt, job.plugin_library),
@@ -99,6 +106,7 @@ def make_plan(job: PlanJob, emit_event: Any) -> None:
         job.target_sm,
         cache_file.read_bytes() if cache_file is not None and cache_file.is_file() else None,
         lambda label, done, total: emit_event({"progress": [label, done, total]}),
+        release_weights,
     )
     plan = compile_plan(
         emitted, Path(job.file), name=job.name, lowering=job.lowering, weights=job.weights, options=options
