@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from network_interpreter import NetworkInterpreter, Values
 from torch import Tensor
 

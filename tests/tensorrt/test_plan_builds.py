@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quantised_drafters import write_quantised_drafter
 from tensorrt_requests import native_limits
 
 from trtllm_dflash.checkpoint.convert import convert
 from trtllm_dflash.cli.main import main
+from trtllm_dflash.config.mapping import QuantAlgo
 from trtllm_dflash.engine import plan_build
 from trtllm_dflash.engine.plan_build import run_plan_worker
 from trtllm_dflash.engine.plan_facts import Network, PlanFacts, WeightsMode
@@ -114,6 +116,18 @@ def test_quantised_plans(converted: Convert, tmp_path: Path, algorithm: str, wei
     # Per layer: qkv, dense, gate, up, down; nvfp4 dequantises the block scales too.
     assert counts["dequantize"] == 4 * 5 * (2 if algorithm == "nvfp4" else 1)
     assert (facts.bindings == ()) == (weights == "embedded")
+
+
+@pytest.mark.parametrize(("algorithm", "network"), [("fp8", "draft"), ("fp8", "inject"), ("nvfp4", "draft")])
+def test_plans_of_quantised_drafters(
+    converted: Convert, tmp_path: Path, algorithm: QuantAlgo, network: Network
+) -> None:
+    checkpoint = write_quantised_drafter(converted("qwen3-v2"), tmp_path / "checkpoint", algorithm)
+    facts, _ = run_plan_worker(job(checkpoint, tmp_path / "plan", network), None)
+    counts = {entry.name: entry.count for entry in facts.layers}
+    # Two layers of qkv, dense, gate, up, down; an injection reads K and V rows of each qkv alone.
+    projections = 2 * 5 if network == "draft" else 2
+    assert counts["dequantize"] == projections * (2 if algorithm == "nvfp4" else 1)
 
 
 def test_types_that_a_gpu_lacks(converted: Convert, tmp_path: Path) -> None:
