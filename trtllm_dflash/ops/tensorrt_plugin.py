@@ -45,8 +45,8 @@ def plugin_registry(trt: Any, library_file: str) -> Any:
         BuildError: the library does not load.
     """
     registry = trt.get_plugin_registry()
-    # Loading it twice logs an error, which would be fatal.
-    is_loaded = registry.get_creator(PLUGIN_NAMES[0], PLUGIN_VERSION, "") is not None
+    # Loading it twice logs an error, which would be fatal, and so does asking for a creator that is not there.
+    is_loaded = any(creator.name == PLUGIN_NAMES[0] for creator in registry.all_creators)
     if not is_loaded and registry.load_library(library_file) is None:
         raise BuildError(
             f"{library_file}: TensorRT cannot load this plugin library",
