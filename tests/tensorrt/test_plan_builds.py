@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -158,6 +162,41 @@ def test_a_builder_that_dies_leaves_nothing(
     assert "killed" in err
     assert "--weights external" in err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_command_leaves_nothing(converted: Convert, tmp_path: Path) -> None:
+    """``kill -9`` while the first plan is being made: no engine directory, no worker, and the next run works."""
+    engines = tmp_path / "engines"
+    arguments = ["-c", str(converted("qwen3-v2")), "-o", str(engines), "--backend", "tensorrt-rtx"]
+    limits = ["--max-batch-size", "1", "--max-seq-len", "64"]
+    whole = [sys.executable, "-m", "trtllm_dflash", "build", *arguments, *limits]
+    started = subprocess.Popen(whole, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not (begun := list(tmp_path.glob(".engines.partial-*/target/rank0.engine"))):
+            assert started.poll() is None, "the build ended before it began a plan"
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        started.kill()
+        started.wait()
+    assert not engines.exists()
+    # The worker holds the plan open until it ends, and it ends with its parent.
+    while _is_open(begun[0]):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    subprocess.run(whole, check=True, capture_output=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["engines"]
+
+
+def _is_open(file: Path) -> bool:
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if os.readlink(link).startswith(str(file)):
+                return True
+        except OSError:
+            continue
+    return False
 
 
 def test_dry_run_writes_nothing(converted: Convert, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,25 +10,28 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from driven_sessions import drive
 from recorded_plugins import recorded
 from tensorrt_requests import request_of
 from test_plan_builds import command
+from tiny_pair import VOCAB_SIZE
 
 from trtllm_dflash.checkpoint.convert import convert
 from trtllm_dflash.engine import plan_build, plan_lowering
 from trtllm_dflash.engine.build import build
-from trtllm_dflash.engine.directory import open_engine_directory
+from trtllm_dflash.engine.directory import EngineDirectory, open_engine_directory
 from trtllm_dflash.engine.paged_session import PagedSession
 from trtllm_dflash.engine.plan_build import read_plan_facts
 from trtllm_dflash.engine.plan_facts import Network
 from trtllm_dflash.engine.tensorrt_emit import emit_network
-from trtllm_dflash.engine.tensorrt_session import network_session
+from trtllm_dflash.engine.tensorrt_session import choose_profile, network_session
+from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops.plugin_library import LIBRARY_VARIABLE, PluginLibrary, find_library
 from trtllm_dflash.ops.tensorrt_library import TensorRTLibrary
 from trtllm_dflash.ops.tensorrt_plugin import PLUGIN_NAMES
@@ -132,16 +135,46 @@ def test_build_inspect_and_open(
         inputs = {emitted.get_input(i).name for i in range(emitted.num_inputs)} - made_by_plugins
         assert {t.name for t in plan.inputs} | {b.input for b in plan.bindings} == inputs
         assert (engines / plan.file).stat().st_size == plan.plan_bytes > 100_000
-    session = network_session(opened, _NoRunner(), torch.device("cpu"))
-    assert isinstance(session, PagedSession)
+    check_profiles(opened)
 
 
-class _NoRunner:
-    def run(self, network: str, inputs: object, *, recurring: bool) -> Any:
-        raise AssertionError("nothing is run")
+class ProfileRunner:
+    """``NetworkRunner`` that only says which profile of the built plans each pass would run on."""
+
+    def __init__(self, engines: Path) -> None:
+        self.plans = {network: read_plan_facts(engines, network, 0) for network in NETWORKS}
+        self.passes: list[tuple[str, str, bool]] = []
+
+    def run(self, network: Network, inputs: Mapping[str, torch.Tensor], *, recurring: bool) -> dict[str, torch.Tensor]:
+        plan = self.plans[network]
+        assert set(inputs) == {tensor.name for tensor in plan.inputs}
+        self.passes.append((network, plan.profiles[choose_profile(plan, inputs)].name, recurring))
+        tokens, rows = len(inputs["positions"]) if "positions" in inputs else 0, len(inputs.get("logit_rows", ()))
+        outputs = {"logits": torch.zeros(rows, VOCAB_SIZE), "features": torch.zeros(tokens, 3 * 64)}
+        blocks = (len(inputs["anchors"]) if "anchors" in inputs else 0, 4)
+        proposals = {name: torch.zeros(*blocks, 9) for name in ("candidates", "q_rows")}
+        return outputs | proposals | {"draft_tokens": torch.zeros(blocks)}
 
     def close(self) -> None:
         pass
+
+
+def check_profiles(opened: EngineDirectory) -> None:
+    """The session's passes fit the plans that were built: prefill, draft and verify of several sizes."""
+    runner = ProfileRunner(opened.path)
+    session = network_session(opened, runner, torch.device("cpu"))
+    assert isinstance(session, PagedSession)
+    for sizes in ((40, 20), (2, 5, 3)):
+        prompts = [torch.zeros(size, dtype=torch.int64) for size in sizes]
+        drive(session, prompts, seed=0, temperatures=torch.zeros(len(sizes)), block_size=5)
+    # A prompt within a block's extent takes the narrow profile.
+    verify, prefill = "verify up to 6", "prefill"
+    cycle = [("draft", verify, True), ("target", verify, True), ("inject", verify, True)]
+    long, short = [("target", prefill, False), ("inject", prefill, False)], [("target", verify, False)]
+    assert runner.passes == [*long, *cycle, *short, ("inject", verify, False), *cycle]
+    with pytest.raises(EngineError, match="no profile has room") as caught:
+        drive(session, [torch.zeros(65, dtype=torch.int64)], seed=0, temperatures=torch.zeros(1), block_size=5)
+    assert "--max-num-tokens" in str(caught.value.hint)
 
 
 @pytest.mark.usefixtures("full_tensorrt")

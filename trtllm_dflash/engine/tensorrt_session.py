@@ -89,12 +89,27 @@ def network_session(engine: EngineDirectory, runner: NetworkRunner, device: torc
     return LinearSession(*configs, runner=runner, device=device, dtype=dtype, row_tokens=facts.row_tokens)
 
 
+def choose_profile(plan: PlanFacts, inputs: Mapping[str, Tensor]) -> int:
+    """Index of the first profile that has room for ``inputs``.
+
+    Raises:
+        EngineError: none has.
+    """
+    for index, profile in enumerate(plan.profiles):
+        if all(_within(profile, name, tensor) for name, tensor in inputs.items()):
+            return index
+    shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in inputs.items() if "_cache." not in name)
+    raise EngineError(
+        f"network {plan.network}: no profile has room for {shapes}",
+        hint="build with larger --max-batch-size, --max-num-tokens or --max-seq-len",
+    )
+
+
 @dataclass
 class _Context:
-    """An execution context that is fixed on one profile."""
+    """An execution context that is fixed on one profile, and the memory it works in."""
 
     context: Any
-    profile: ProfileFacts
     scratch_bytes: int
 
 
@@ -156,21 +171,18 @@ class PlanRunner:
         stream.synchronize()
         for name, tensor in self._weights[network].items():
             self._address(context, name, tensor)
-        return _Context(
-            context,
-            self._plans[network].profiles[index],
-            int(engine.get_device_memory_size_for_profile_v2(index)),
-        )
+        return _Context(context, int(engine.get_device_memory_size_for_profile_v2(index)))
 
     def run(self, network: Network, inputs: Mapping[str, Tensor], *, recurring: bool = False) -> dict[str, Tensor]:
         """See ``NetworkRunner.run``. Enqueues on the current stream and returns at once."""
-        context = self._choose(network, inputs)
+        plan = self._plans[network]
+        context = self._contexts[network][choose_profile(plan, inputs)].context
         for name, tensor in inputs.items():
             if not context.set_input_shape(name, tuple(tensor.shape)):
                 raise EngineError(f"network {network}: input {name} of shape {tuple(tensor.shape)} was refused")
             self._address(context, name, tensor)
         outputs: dict[str, Tensor] = {}
-        for output in self._plans[network].outputs:
+        for output in plan.outputs:
             if "_cache_out." in output.name:
                 # An updated cache is its input: both names have one address.
                 outputs[output.name] = inputs[output.name.replace("_cache_out.", "_cache.")]
@@ -180,16 +192,6 @@ class PlanRunner:
             self._address(context, output.name, outputs[output.name])
         self._enqueue(network, context)
         return outputs
-
-    def _choose(self, network: Network, inputs: Mapping[str, Tensor]) -> Any:
-        for one in self._contexts[network]:
-            if all(_within(one.profile, name, tensor) for name, tensor in inputs.items()):
-                return one.context
-        shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in inputs.items() if "cache" not in name)
-        raise EngineError(
-            f"network {network}: no profile has room for {shapes}",
-            hint="build with larger --max-batch-size, --max-num-tokens or --max-seq-len",
-        )
 
     def _enqueue(self, network: Network, context: Any) -> None:
         current = torch.cuda.current_stream(self._device)
