@@ -322,6 +322,10 @@ def test_models_that_the_plugins_do_not_have(
         (["--backend", "tensorrt-rtx", "--lowering", "plugin"], ["no plugin layers", "--backend tensorrt"]),
         (["--backend", "torch", "--lowering", "native"], ["torch backend has no plans"]),
         (["--backend", "tensorrt-rtx", "--plugin-library", "x.so"], ["--plugin-library x.so", "--lowering plugin"]),
+        (["--backend", "tensorrt-rtx", "--timing-cache", "x"], ["--timing-cache x", "chooses kernels"]),
+        (["--backend", "torch", "--timing-cache", "x"], ["--timing-cache", "no plans"]),
+        (["--backend", "torch", "--weights", "embedded"], ["--weights embedded", "no plans"]),
+        (["--backend", "auto", "--target-sm", "120"], ["--target-sm", "no plans"]),
     ],
 )
 def test_wrong_usage(

@@ -22,7 +22,12 @@ from trtllm_dflash.config.typed_json import to_json
 from trtllm_dflash.engine.directory import FORMAT_VERSION, KIND, Backend
 from trtllm_dflash.engine.plan_build import BuildProgress, PlanOptions, build_plans
 from trtllm_dflash.engine.plan_facts import Lowering, TensorRTFacts, WeightsMode
-from trtllm_dflash.engine.plan_lowering import check_plugin_limits, choose_lowering, choose_plugin_library
+from trtllm_dflash.engine.plan_lowering import (
+    check_plan_options,
+    check_plugin_limits,
+    choose_lowering,
+    choose_plugin_library,
+)
 from trtllm_dflash.engine.tensorrt_compile import choose_target_sm
 from trtllm_dflash.engine.tensorrt_emission import linear_row_tokens
 from trtllm_dflash.errors import BuildError, ConfigError
@@ -91,6 +96,7 @@ def build(
     check_destination(Path(output), force=force)
     source = open_checkpoint(checkpoint)
     chosen_lowering = choose_lowering(chosen, lowering, plugin_library)
+    check_plan_options(chosen, weights=weights, target_sm=target_sm, timing_cache=timing_cache)
     limits = build_limits(source, chosen_lowering, max_batch_size, max_seq_len, max_num_tokens, block_size)
     plans = None
     if chosen_lowering is None:

@@ -19,7 +19,7 @@ from trtllm_dflash.config.target import TargetConfig
 from trtllm_dflash.engine.build import Backend, build_limits, choose_backend, plan_options
 from trtllm_dflash.engine.plan_build import PLAN_FILES
 from trtllm_dflash.engine.plan_facts import Lowering, Network, WeightsMode
-from trtllm_dflash.engine.plan_lowering import choose_lowering
+from trtllm_dflash.engine.plan_lowering import check_plan_options, choose_lowering
 from trtllm_dflash.engine.rank_file import RankFile
 from trtllm_dflash.engine.tensorrt_emission import heads_of_rank, linear_row_tokens, prefill_queries, row_buckets
 
@@ -118,6 +118,7 @@ def estimate_build(
     chosen = choose_backend(backend)
     source = open_checkpoint(checkpoint)
     chosen_lowering = choose_lowering(chosen, lowering, plugin_library)
+    check_plan_options(chosen, weights=weights, target_sm=target_sm, timing_cache=None)
     limits = build_limits(source, chosen_lowering, max_batch_size, max_seq_len, max_num_tokens, block_size)
     sms: tuple[int, ...] = ()
     plans: tuple[PlanEstimate, ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from trtllm_dflash.checkpoint.read import Checkpoint
 from trtllm_dflash.config.drafter import DrafterConfig
 from trtllm_dflash.config.target import TargetConfig
 from trtllm_dflash.engine.directory import Backend
-from trtllm_dflash.engine.plan_facts import Lowering, PluginLibraryFacts
+from trtllm_dflash.engine.plan_facts import Lowering, PluginLibraryFacts, WeightsMode
 from trtllm_dflash.errors import BuildError, ConfigError, EngineError
 from trtllm_dflash.ops.plugin_library import LIBRARY_NAME, LIBRARY_VARIABLE, candidate_paths, find_library, load_library
 from trtllm_dflash.ops.tensorrt_plugin import PLUGIN_NAMES
@@ -58,6 +59,31 @@ def choose_lowering(backend: Backend, wanted: Lowering | None, plugin_library: P
             hint="leave it out, or use --backend tensorrt --lowering plugin",
         )
     return lowering
+
+
+def check_plan_options(
+    backend: Backend, *, weights: WeightsMode, target_sm: Sequence[int], timing_cache: Path | None
+) -> None:
+    """Refuse what the backend would not use: whoever asks for it expects something else.
+
+    Raises:
+        ConfigError: an option of plans for torch, or a timing cache for TensorRT-RTX.
+    """
+    if backend == "torch":
+        given = {
+            "--weights embedded": weights == "embedded",
+            "--target-sm": bool(target_sm),
+            "--timing-cache": timing_cache is not None,
+        }
+        for option in (option for option, is_given in given.items() if is_given):
+            raise ConfigError(
+                f"{option}: the torch backend has no plans", hint="leave it out, or use --backend tensorrt"
+            )
+    if backend == "tensorrt-rtx" and timing_cache is not None:
+        raise ConfigError(
+            f"--timing-cache {timing_cache}: TensorRT-RTX chooses kernels when an engine is loaded and has none",
+            hint="leave it out",
+        )
 
 
 def check_plugin_limits(source: Checkpoint) -> None:
