@@ -22,6 +22,7 @@ from benchmarks import tensorrt_bare, tensorrt_shapes
 from benchmarks.result_file import write_result
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.checkpoint.convert import convert
+from trtllm_dflash.checkpoint.demo import demo_target
 from trtllm_dflash.engine.build import BuildReport, build
 from trtllm_dflash.engine.tensorrt_emission import NetworkRequest
 from trtllm_dflash.ops.tensorrt_library import load_tensorrt
@@ -179,7 +180,7 @@ def interpreter_figures(work: Work, drafter: str, prefix: str) -> Figures:
     for name, request in ((prefix, native), (f"{prefix}plugin_", plugin)):
         figures[f"{name}interpreter_max_rel_err"] = largest_error(request)
         figures[f"{name}interpreted_tokens_identical"] = same_tokens(engines, request)
-    return figures
+    return figures | (float64_figures(native) if prefix == "" else {})
 
 
 def largest_error(request: NetworkRequest) -> float:
@@ -200,6 +201,34 @@ def largest_error(request: NetworkRequest) -> float:
         errors.append(relative_error(getattr(found, name), getattr(expected, name)))
     errors += [relative_error(mine, theirs) for mine, theirs in zip(found.visible, expected.visible, strict=True)]
     return max(errors)
+
+
+def float64_figures(request: NetworkRequest) -> Figures:
+    """How far the captured features are from float64, where float32 is worst: large states that cancel.
+
+    Forty random tokens, of which the first draw all attention; Transformers computes them in float64.
+    """
+    from driven_sessions import drive, relative_error
+    from interpreted_session import interpreted_session
+    from torch_reference import torch_session
+    from transformers import AutoModelForCausalLM
+
+    generator = torch.Generator().manual_seed(1)
+    prompt = [torch.randint(request.target_config.vocab_size, (size,), generator=generator) for size in (23, 1, 40)][2]
+    model = AutoModelForCausalLM.from_pretrained(demo_target(), dtype=torch.float32).double().eval()
+    with torch.no_grad():
+        states = model(prompt[None], output_hidden_states=True).hidden_states
+    exact = torch.cat([states[layer + 1][0] for layer in request.drafter_facts.target_layer_ids], -1)
+    sessions = {"torch": torch_session(request), "interpreted": interpreted_session(request)}
+    observed = {
+        name: drive(session, [prompt], seed=1, temperatures=torch.zeros(1), block_size=8)
+        for name, session in sessions.items()
+    }
+    caches = zip(observed["interpreted"].visible, observed["torch"].visible, strict=True)
+    return {
+        **{f"{name}_error_to_float64": relative_error(one.prefill_features, exact) for name, one in observed.items()},
+        "cancelling_states_max_rel_err": max(relative_error(mine, theirs) for mine, theirs in caches),
+    }
 
 
 def same_tokens(engines: Path, request: NetworkRequest) -> bool:
