@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from driven_sessions import drive
 from interpreted_session import InterpretedRunner, interpreted_session
+from quantised_drafters import quantised_drafter
 from recorded_plugins import recorded
 from tensorrt_requests import RequestFactory, paged_limits, request_of
 from test_native_networks import check
 from torch_reference import torch_session
 
+from trtllm_dflash.checkpoint.convert import convert
+from trtllm_dflash.config.mapping import QuantAlgo
 from trtllm_dflash.engine.paged_session import PagedSession
 from trtllm_dflash.engine.tensorrt_emission import NetworkRequest
 from trtllm_dflash.engine.tensorrt_emit import emit_network
@@ -66,6 +70,17 @@ def test_a_block_shorter_than_the_engines(tiny_request: RequestFactory) -> None:
 
 def test_embedded_weights_compute_the_same(tiny_request: RequestFactory) -> None:
     compare(plugin_request(tiny_request("llama-v2", weights="embedded")), sizes=(9, 17))
+
+
+@pytest.mark.parametrize("algorithm", ["fp8", "int8", "nvfp4"])
+def test_quantised_weights_of_both(
+    rtx: TensorRTLibrary, tiny_pairs: Callable[[str], Any], tmp_path: Path, algorithm: QuantAlgo
+) -> None:
+    pair = tiny_pairs("qwen3-v2")
+    convert(str(pair.target), str(pair.drafter), tmp_path / "checkpoint", quantization=algorithm)
+    request = request_of(rtx, tmp_path / "checkpoint")
+    assert request.drafter is not None
+    compare(plugin_request(replace(request, drafter=quantised_drafter(request.drafter, algorithm))))
 
 
 def test_demo_pair(rtx: TensorRTLibrary, demo_checkpoint: Callable[[str], Path]) -> None:
