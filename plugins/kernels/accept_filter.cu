@@ -327,6 +327,7 @@ template <typename T>
 __global__ void __launch_bounds__(kFilterThreads, 2)
     filter_rows(dflash_accept_params p, int chunks, AcceptWorkspace workspace) {
     wait_for_previous_launch();
+    let_next_launch_start();
     __shared__ FilterStorage storage;
     __shared__ ScanStorage scan;
     const int request = blockIdx.x / p.block_size, row = blockIdx.x % p.block_size;

@@ -1,6 +1,11 @@
 // Host side of dflash_attention: validation, the choice of tile and splits, and the launch that joins the splits.
+#include <cuda.h>
+
 #include <algorithm>
 #include <cmath>
+#include <map>
+#include <mutex>
+#include <tuple>
 
 #include "attention_extent.cuh"
 #include "attention_variant.h"
@@ -176,29 +181,93 @@ const AttentionVariant* smallest_holding(const AttentionVariants& all, const dfl
     return best;
 }
 
-const AttentionVariant* choose_variant(const dflash_attention_params& p, int rows, int device) {
-    int major = 0;
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    if (major == 9)
-        if (const AttentionVariant* hopper = smallest_holding(attention_variants_hopper(), p, rows)) return hopper;
+const AttentionVariant* choose_variant(const dflash_attention_params& p, int rows, bool hopper) {
+    if (hopper)
+        if (const AttentionVariant* variant = smallest_holding(attention_variants_hopper(), p, rows)) return variant;
     const bool half = p.dtype == DFLASH_FLOAT16, float8 = p.kv_dtype == DFLASH_FLOAT8_E4M3;
     return smallest_holding(float8 ? (half ? attention_variants_float16_float8() : attention_variants_bfloat16_float8())
                                    : (half ? attention_variants_float16() : attention_variants_bfloat16()),
                             p, rows);
 }
 
-// Splits that finish soonest, in units of the time of one key tile: whole waves of blocks, each as long as its share
-// of tiles plus filling and draining the pipeline, plus joining the results. The constants were fitted on an H200.
-int choose_splits(int64_t blocks, int64_t slots, int tiles, int limit, bool clusters) {
-    constexpr double kFillAndDrain = 2.5, kJoinInCluster = 0.3, kJoinByLaunch = 1.5;
-    int best = 1;
-    double best_cost = 0.0;
+// The launch of one plan, without its arguments.
+struct Launch {
+    cudaLaunchConfig_t config = {};
+    cudaLaunchAttribute attributes[2];
+
+    Launch(const AttentionVariant& variant, int shared_bytes, dim3 grid, int cluster) {
+        cudaFuncSetAttribute(variant.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+        if (cluster > 8) cudaFuncSetAttribute(variant.kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+        config.gridDim = grid;
+        config.blockDim = dim3(variant.threads);
+        config.dynamicSmemBytes = shared_bytes;
+        attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[0].val.programmaticStreamSerializationAllowed = 1;
+        attributes[1].id = cudaLaunchAttributeClusterDimension;
+        attributes[1].val.clusterDim.x = attributes[1].val.clusterDim.z = 1;
+        attributes[1].val.clusterDim.y = cluster;
+        config.attrs = attributes;
+        config.numAttrs = cluster > 1 ? 2 : 1;
+    }
+    Launch(const Launch&) = delete;  // config points into it
+};
+
+// Clusters of `splits` blocks that run at the same time; asked of the driver once per device.
+int resident_clusters(int device, const AttentionVariant& variant, int shared_bytes, int splits) {
+    if (splits == 1) return multiprocessor_count() * variant.blocks_per_multiprocessor;
+    static std::mutex mutex;
+    static std::map<std::tuple<int, const AttentionVariant*, int, int>, int> known;
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto key = std::make_tuple(device, &variant, shared_bytes, splits);
+    const auto found = known.find(key);
+    if (found != known.end()) return found->second;
+    const Launch launch(variant, shared_bytes, dim3(1, splits, 1), splits);
+    int clusters = 0;
+    if (cudaOccupancyMaxActiveClusters(&clusters, variant.kernel, &launch.config) != cudaSuccess) {
+        cudaGetLastError();  // this size does not exist on this device
+        clusters = 0;
+    }
+    return known[key] = clusters;
+}
+
+// What a choice of splits costs, in units of the time in which the whole device reads its fill of key tiles. The
+// constants were fitted on an H200.
+struct Choice {
+    const AttentionVariant* variant;
+    int splits;
+    bool in_cluster;
+    double cost;
+};
+
+// Whole waves of blocks, each as long as its share of tiles plus filling and draining the pipeline, plus joining the
+// results in pairs or by a second launch.
+Choice choose_splits(const AttentionVariant* variant, int64_t blocks, int64_t slots, int tiles, int limit) {
+    constexpr double kFillAndDrain = 2.5, kJoinInPairs = 0.3, kJoinByLaunch = 1.5;
+    Choice best = {};
     for (int splits = 1; splits <= limit; ++splits) {
+        const bool in_pairs = splits == kPairSplits && variant->cluster_limit >= kPairSplits;
         const double waves = static_cast<double>((blocks * splits + slots - 1) / slots);
         const double share = static_cast<double>(tiles) / splits;
-        const double join = splits == 1 ? 0.0 : splits == kClusterSplits && clusters ? kJoinInCluster : kJoinByLaunch;
+        const double join = splits == 1 ? 0.0 : in_pairs ? kJoinInPairs : kJoinByLaunch;
         const double cost = waves * (share + kFillAndDrain) + join;
-        if (splits == 1 || cost < best_cost) best = splits, best_cost = cost;
+        if (splits == 1 || cost < best.cost) best = {variant, splits, in_pairs, cost};
+    }
+    return best;
+}
+
+// One wave of blocks that fill a multiprocessor each, joined in clusters; cost infinite where one wave is too small.
+Choice choose_cluster(const AttentionVariant* variant, int device, int shared_bytes, int64_t blocks, int tiles,
+                      int limit) {
+    // A multiprocessor reads at twice its even share, not more. Its fill is one tile, half that of a pair of blocks.
+    constexpr double kFillAndDrain = 1.5, kJoin = 0.4, kLeastLoad = 0.5, kTile = 0.5;
+    Choice best = {variant, 1, false, INFINITY};
+    const double slots = multiprocessor_count();
+    for (int splits = 1; splits <= std::min(limit, variant->cluster_limit); ++splits) {
+        if (blocks * splits > slots || blocks > resident_clusters(device, *variant, shared_bytes, splits)) continue;
+        const double share = kTile * ((tiles + splits - 1) / splits);
+        const double load = std::max(kLeastLoad, blocks * splits / slots);
+        const double cost = share * load + kFillAndDrain + (splits > 1 ? kJoin : 0.0);
+        if (cost < best.cost) best = {variant, splits, splits > 1, cost};
     }
     return best;
 }
@@ -206,42 +275,88 @@ int choose_splits(int64_t blocks, int64_t slots, int tiles, int limit, bool clus
 int32_t make_plan(const dflash_attention_params& p, Plan& plan) {
     const int group = p.num_heads / p.num_kv_heads;
     const int queries = p.block_size > 0 ? p.block_size : p.max_query;
-    int device = 0, shared_of_sm = 0, shared_of_block = 0;
+    const int64_t rows = static_cast<int64_t>(queries) * group;
+    int device = 0, major = 0, shared_of_sm = 0, shared_of_block = 0;
     if (cudaGetDevice(&device) != cudaSuccess) return check_launch("attention: no CUDA device");
-    const AttentionVariant* variant = choose_variant(p, queries * group, device);
-    if (!variant)
-        return fail(DFLASH_UNSUPPORTED, "attention: head_dim %d, compiled are 64, 80, 96, 128 and 256", p.head_dim);
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
     cudaDeviceGetAttribute(&shared_of_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
     cudaDeviceGetAttribute(&shared_of_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    // Two blocks per multiprocessor, so that one streams while the other starts or ends; 4 KB covers their static
-    // shared memory and the driver's reserve.
-    int stages = 5;
-    while (stages > 2 && variant->shared_bytes(stages) > shared_of_sm / 2 - 4096) --stages;
-    plan.variant = variant;
-    plan.stages = stages;
-    plan.shared_bytes = variant->shared_bytes(stages);
+    const AttentionVariant* variant = choose_variant(p, queries * group, major == 9);
+    if (!variant)
+        return fail(DFLASH_UNSUPPORTED, "attention: head_dim %d, compiled are 64, 80, 96, 128 and 256", p.head_dim);
+
+    // 4 KB cover the static shared memory of a block and the driver's reserve.
+    auto stages_within = [](const AttentionVariant& of, int bytes) {
+        int stages = 5;
+        while (stages > 2 && of.shared_bytes(stages) > bytes - 4096) --stages;
+        return stages;
+    };
+    auto tiles_of = [&](const AttentionVariant& of) {
+        int64_t keys = static_cast<int64_t>(p.pages_per_request) * p.page_tokens + p.block_size;
+        if (p.window_left >= 0) {
+            const int tile_queries = std::min(queries, (of.rows + group - 1) / group + 1);
+            keys = std::min<int64_t>(keys, static_cast<int64_t>(p.window_left) + tile_queries + p.block_size);
+        }
+        return static_cast<int>((keys + of.keys - 1) / of.keys) + 1;
+    };
+    const int most_splits = p.max_splits > 0 ? p.max_splits : kMaxSplits;
+    // Two blocks per multiprocessor, so that one streams while the other starts or ends.
+    plan.stages = stages_within(*variant, shared_of_sm / 2);
+    plan.shared_bytes = variant->shared_bytes(plan.stages);
     if (plan.shared_bytes + 2048 > shared_of_block)
         return fail(DFLASH_UNSUPPORTED, "attention: head_dim %d needs %d bytes of shared memory, the device has %d",
                     p.head_dim, plan.shared_bytes + 2048, shared_of_block);
-    plan.row_tiles = (queries * group + variant->rows - 1) / variant->rows;
-
-    int64_t keys = static_cast<int64_t>(p.pages_per_request) * p.page_tokens + p.block_size;
-    if (p.window_left >= 0) {
-        const int tile_queries = std::min(queries, (variant->rows + group - 1) / group + 1);
-        keys = std::min<int64_t>(keys, static_cast<int64_t>(p.window_left) + tile_queries + p.block_size);
-    }
-    const int tiles = static_cast<int>((keys + variant->keys - 1) / variant->keys) + 1;
-    const int per_sm = variant->threads <= 128 && plan.shared_bytes + 4096 <= shared_of_sm / 2 ? 2 : 1;
+    const int tiles = tiles_of(*variant);
+    const bool two = variant->blocks_per_multiprocessor == 2 && plan.shared_bytes + 4096 <= shared_of_sm / 2;
+    plan.row_tiles = static_cast<int>((rows + variant->rows - 1) / variant->rows);
     const int64_t blocks = static_cast<int64_t>(p.batch) * p.num_kv_heads * plan.row_tiles;
     // Joining takes one block per row, in the grid's second dimension.
-    const bool joinable = static_cast<int64_t>(queries) * group <= 65535;
-    const int limit = std::max(1, std::min({tiles / kMinTilesPerSplit, joinable ? kMaxSplits : 1,
-                                            p.max_splits > 0 ? p.max_splits : kMaxSplits, 65535 / plan.row_tiles}));
-    plan.splits = p.max_splits > 1 ? limit
-                                   : choose_splits(blocks, int64_t(multiprocessor_count()) * per_sm, tiles, limit,
-                                                   variant->clusters);
-    plan.join_in_cluster = variant->clusters && plan.splits == kClusterSplits;
-    const int64_t partial_rows = plan.splits > 1 && !plan.join_in_cluster ? blocks * plan.splits * variant->rows : 0;
+    const int limit = std::max(1, std::min({tiles / kMinTilesPerSplit,
+                                            rows <= 65535 ? most_splits : 1, 65535 / plan.row_tiles}));
+    Choice choice = choose_splits(variant, blocks, int64_t(multiprocessor_count()) * (two ? 2 : 1), tiles, limit);
+    if (p.max_splits > 1) {
+        choice.splits = limit;
+        choice.in_cluster = limit == kPairSplits && variant->cluster_limit >= kPairSplits;
+    } else if (const AttentionVariant* alone =
+                   major == 9 ? smallest_holding(attention_variants_hopper_alone(), p, static_cast<int>(rows))
+                              : nullptr) {
+        const int stages = stages_within(*alone, shared_of_sm), shared_bytes = alone->shared_bytes(stages);
+        const int alone_tiles = tiles_of(*alone);
+        if (alone->rows >= rows && shared_bytes + 2048 <= shared_of_block) {
+            const int most = std::max(1, std::min(alone_tiles / kMinTilesPerSplit, most_splits));
+            const Choice in_cluster = choose_cluster(alone, device, shared_bytes, blocks, alone_tiles, most);
+            if (in_cluster.cost < choice.cost) {
+                choice = in_cluster;
+                plan.stages = stages;
+                plan.shared_bytes = shared_bytes;
+            }
+        }
+    }
+#ifdef DFLASH_TUNE
+    if (const char* t = getenv("DFLASH_PLAN")) {
+        const AttentionVariant* alone = smallest_holding(attention_variants_hopper_alone(), p, (int)rows);
+        if (t[0] == 'n') {
+            choice = choose_splits(variant, blocks, int64_t(multiprocessor_count()) * (two ? 2 : 1), tiles, limit);
+            plan.stages = stages_within(*variant, shared_of_sm / 2);
+            plan.shared_bytes = variant->shared_bytes(plan.stages);
+        } else {
+            const int c = atoi(t);
+            plan.stages = stages_within(*alone, shared_of_sm);
+            if (const char* st = getenv("DFLASH_STAGES")) plan.stages = atoi(st);
+            plan.shared_bytes = alone->shared_bytes(plan.stages);
+            choice = {alone, c, c > 1, 0};
+        }
+    }
+    if (getenv("DFLASH_SHOW"))
+        fprintf(stderr, "plan rows %d splits %d cluster %d stages %d smem %d resident %d\n", choice.variant->rows,
+                    choice.splits, choice.in_cluster, plan.stages, plan.shared_bytes,
+                    resident_clusters(device, *choice.variant, plan.shared_bytes, choice.splits));
+#endif
+    plan.variant = choice.variant;
+    plan.splits = choice.splits;
+    plan.join_in_cluster = choice.in_cluster;
+    const int64_t partial_rows =
+        plan.splits > 1 && !plan.join_in_cluster ? blocks * plan.splits * plan.variant->rows : 0;
     plan.partial_floats = partial_rows * p.head_dim;
     plan.workspace_bytes = plan.partial_floats * 4 + partial_rows * 8;
     if (int64_t(plan.splits) * plan.row_tiles > 65535)
@@ -249,6 +364,33 @@ int32_t make_plan(const dflash_attention_params& p, Plan& plan) {
                     "attention: max_query %d with %d heads per KV head is more than one launch "
                     "covers; pass the prompt in smaller chunks",
                     queries, group);
+    return DFLASH_OK;
+}
+
+// Describes a cache [rows of tokens, kv_heads, head_dim] to the copy engine, in boxes of `keys` rows of one head and 64
+// dimensions, which land in the swizzle that wgmma reads. How many rows there are is the page table's business.
+int32_t describe_cache(const dflash_attention_params& p, const void* cache, int keys, TensorMap& map) {
+    static const auto encode = [] {
+        void* function = nullptr;
+        cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+        return found == cudaDriverEntryPointSuccess ? reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function)
+                                                    : nullptr;
+    }();
+    if (!encode)
+        return fail(DFLASH_UNSUPPORTED, "attention: the driver has no cuTensorMapEncodeTiled, expected CUDA 12 or newer");
+    static_assert(sizeof(TensorMap) == sizeof(CUtensorMap) && alignof(TensorMap) >= alignof(CUtensorMap), "one layout");
+    constexpr cuuint64_t kAllRows = 1ull << 31;
+    const cuuint64_t sizes[] = {cuuint64_t(p.head_dim), cuuint64_t(p.num_kv_heads), kAllRows};
+    const cuuint64_t strides[] = {cuuint64_t(p.head_dim) * 2, cuuint64_t(p.num_kv_heads) * p.head_dim * 2};
+    const cuuint32_t box[] = {64, 1, cuuint32_t(keys)}, steps[] = {1, 1, 1};
+    const auto type = p.dtype == DFLASH_FLOAT16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    const CUresult status =
+        encode(reinterpret_cast<CUtensorMap*>(&map), type, 3, const_cast<void*>(cache), sizes, strides, box, steps,
+               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (status != CUDA_SUCCESS)
+        return fail(DFLASH_CUDA_ERROR, "attention: the driver refused to describe the cache (CUresult %d)", int(status));
     return DFLASH_OK;
 }
 
@@ -308,22 +450,17 @@ int32_t dflash_attention(const dflash_attention_params* params, dflash_stream st
     if (plan.workspace_bytes > 0 && (!p.workspace || p.workspace_bytes < plan.workspace_bytes))
         return fail(DFLASH_INVALID_ARGUMENT, "attention: workspace of %lld bytes, needs %lld",
                     (long long)(p.workspace ? p.workspace_bytes : 0), (long long)plan.workspace_bytes);
-    const AttentionArgs args = make_args(p, plan);
+    AttentionArgs args = make_args(p, plan);
+    if (plan.variant->tensor_maps) {
+        args.copy_keys = p.page_tokens % 64 == 0 ? 64 : p.page_tokens % 32 == 0 ? 32 : 16;
+        if (int32_t status = describe_cache(p, p.k_cache, args.copy_keys, args.k_map)) return status;
+        if (int32_t status = describe_cache(p, p.v_cache, args.copy_keys, args.v_map)) return status;
+    }
     const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
-    cudaFuncSetAttribute(plan.variant->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes);
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(p.num_kv_heads, plan.row_tiles * plan.splits, p.batch);
-    config.blockDim = dim3(plan.variant->threads);
-    config.dynamicSmemBytes = plan.shared_bytes;
+    Launch launch(*plan.variant, plan.shared_bytes, dim3(p.num_kv_heads, plan.row_tiles * plan.splits, p.batch),
+                  plan.join_in_cluster ? plan.splits : 1);
+    cudaLaunchConfig_t& config = launch.config;
     config.stream = cuda_stream;
-    cudaLaunchAttribute attributes[2];
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim.x = attributes[1].val.clusterDim.z = 1;
-    attributes[1].val.clusterDim.y = plan.splits;
-    config.attrs = attributes;
-    config.numAttrs = plan.join_in_cluster ? 2 : 1;
     cudaLaunchKernelEx(&config, plan.variant->kernel, args);
     if (int32_t status = check_launch("attention")) return status;
     if (plan.splits == 1 || plan.join_in_cluster) return DFLASH_OK;

@@ -5,10 +5,11 @@
 #include <stdint.h>
 
 #include "mma.cuh"
+#include "tensor_copy.cuh"
 
 namespace dflash {
 
-// Fewer keys than this per split cost more in start-up than they win in parallelism.
+// Fewer tiles than this per split cost more in start-up than they win in parallelism.
 constexpr int kMinTilesPerSplit = 2;
 
 struct AttentionArgs {
@@ -29,6 +30,9 @@ struct AttentionArgs {
     int64_t q_stride, out_stride, block_stride, page_table_stride;
     float* partial_out;     // [B, kv_heads, row_tiles, splits, rows, head_dim], not normalised
     float2* partial_stats;  // same without head_dim: (reference exponent, sum)
+    // For the copy engine: the caches as [token rows, kv_heads, head_dim], boxes of copy_keys x 1 x 64.
+    TensorMap k_map, v_map;
+    int copy_keys;
 };
 
 // Waits for the launch before this one, if this one was allowed to overlap it: nothing that it wrote may be read

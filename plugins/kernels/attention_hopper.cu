@@ -1,4 +1,5 @@
 #include "attention_hopper.cuh"
+#include "attention_hopper_alone.cuh"
 #include "dflash_kernels.h"
 
 namespace dflash {
@@ -6,17 +7,36 @@ namespace dflash {
 namespace {
 
 template <typename Shape>
+constexpr int dtype_of = std::is_same<typename Shape::T, __half>::value ? DFLASH_FLOAT16 : DFLASH_BFLOAT16;
+
+template <typename Shape>
 constexpr AttentionVariant variant() {
-    constexpr int dtype = std::is_same<typename Shape::T, __half>::value ? DFLASH_FLOAT16 : DFLASH_BFLOAT16;
-    return {dtype,
-            dtype,
+    return {dtype_of<Shape>,
+            dtype_of<Shape>,
             Shape::kHeadDim,
             Shape::kRows,
             Shape::kKeys,
             Shape::kThreads,
-            true,
+            Shape::kWarpgroups == 1 ? 2 : 1,
+            kPairSplits,
+            false,
             [](int stages) { return Shape::shared_bytes(stages); },
             hopper_attention_kernel<Shape>};
+}
+
+template <typename Shape>
+constexpr AttentionVariant variant_alone() {
+    return {dtype_of<Shape>,
+            dtype_of<Shape>,
+            Shape::kHeadDim,
+            Shape::kRows,
+            Shape::kKeys,
+            Shape::kLaunchThreads,
+            1,
+            kMaxClusterSplits,
+            true,
+            [](int stages) { return Shape::shared_bytes(stages); },
+            hopper_alone_kernel<Shape>};
 }
 
 }  // namespace
@@ -31,4 +51,19 @@ AttentionVariants attention_variants_hopper() {
     return {all, sizeof(all) / sizeof(all[0])};
 }
 
+AttentionVariants attention_variants_hopper_alone() {
+    static constexpr AttentionVariant all[] = {
+        variant_alone<AloneShape<__nv_bfloat16, 64>>(),
+        variant_alone<AloneShape<__nv_bfloat16, 128>>(),
+        variant_alone<AloneShape<__half, 64>>(),
+        variant_alone<AloneShape<__half, 128>>(),
+    };
+    return {all, sizeof(all) / sizeof(all[0])};
+}
+
 }  // namespace dflash
+#ifdef DFLASH_TUNE
+extern "C" __attribute__((visibility("default"))) int dflash_tune_times(long long* to) {
+    return cudaMemcpyFromSymbol(to, dflash::tune_times, sizeof(dflash::tune_times));
+}
+#endif
