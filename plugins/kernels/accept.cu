@@ -91,7 +91,7 @@ int32_t dflash_accept(const dflash_accept_params* params, dflash_stream stream) 
     const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
     return dispatch_dtype("accept", p.dtype, [&](auto zero) {
         using T = decltype(zero);
-        launch_overlapped(summarise_chunks<T>, dim3(chunks, rows), kChunkThreads, cuda_stream, p, workspace);
+        launch_overlapped(summarise_chunks<T>, dim3(chunks, rows), kChunkThreads, 0, cuda_stream, p, workspace);
         launch_row_filter<T>(p, chunks, workspace, cuda_stream);
         launch_accept_draw<T>(p, chunks, workspace, cuda_stream);
         return check_launch("accept");

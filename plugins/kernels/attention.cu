@@ -242,7 +242,7 @@ struct Choice {
 // Whole waves of blocks, each as long as its share of tiles plus filling and draining the pipeline, plus joining the
 // results in pairs or by a second launch.
 Choice choose_splits(const AttentionVariant* variant, int64_t blocks, int64_t slots, int tiles, int limit) {
-    constexpr double kFillAndDrain = 2.5, kJoinInPairs = 0.3, kJoinByLaunch = 1.5;
+    constexpr double kFillAndDrain = 2.5, kJoinInPairs = 0.3, kJoinByLaunch = 1.7;
     Choice best = {};
     for (int splits = 1; splits <= limit; ++splits) {
         const bool in_pairs = splits == kPairSplits && variant->cluster_limit >= kPairSplits;
@@ -255,21 +255,22 @@ Choice choose_splits(const AttentionVariant* variant, int64_t blocks, int64_t sl
     return best;
 }
 
-// One wave of blocks that fill a multiprocessor each, joined in clusters; cost infinite where one wave is too small.
+// One wave of blocks that fill a multiprocessor each, joined in clusters; cost infinite where one wave is too small. Of
+// the cluster sizes that find room the largest is the fastest.
 Choice choose_cluster(const AttentionVariant* variant, int device, int shared_bytes, int64_t blocks, int tiles,
                       int limit) {
-    // A multiprocessor reads at twice its even share, not more. Its fill is one tile, half that of a pair of blocks.
-    constexpr double kFillAndDrain = 1.5, kJoin = 0.4, kLeastLoad = 0.5, kTile = 0.5;
-    Choice best = {variant, 1, false, INFINITY};
+    // A multiprocessor reads at 1.8 times its even share, not more; some read slower than others, and all are waited
+    // for.
+    constexpr double kFillAndDrain = 1.9, kJoin = 0.2, kLeastLoad = 0.54, kTile = 0.5, kUneven = 1.1;
     const double slots = multiprocessor_count();
-    for (int splits = 1; splits <= std::min(limit, variant->cluster_limit); ++splits) {
+    for (int splits = std::min(limit, variant->cluster_limit); splits >= 1; --splits) {
         if (blocks * splits > slots || blocks > resident_clusters(device, *variant, shared_bytes, splits)) continue;
         const double share = kTile * ((tiles + splits - 1) / splits);
         const double load = std::max(kLeastLoad, blocks * splits / slots);
-        const double cost = share * load + kFillAndDrain + (splits > 1 ? kJoin : 0.0);
-        if (cost < best.cost) best = {variant, splits, splits > 1, cost};
+        const double cost = kUneven * share * load + kFillAndDrain + (splits > 1 ? kJoin : 0.0);
+        return {variant, splits, splits > 1, cost};
     }
-    return best;
+    return {variant, 1, false, INFINITY};
 }
 
 int32_t make_plan(const dflash_attention_params& p, Plan& plan) {
@@ -332,26 +333,6 @@ int32_t make_plan(const dflash_attention_params& p, Plan& plan) {
             }
         }
     }
-#ifdef DFLASH_TUNE
-    if (const char* t = getenv("DFLASH_PLAN")) {
-        const AttentionVariant* alone = smallest_holding(attention_variants_hopper_alone(), p, (int)rows);
-        if (t[0] == 'n') {
-            choice = choose_splits(variant, blocks, int64_t(multiprocessor_count()) * (two ? 2 : 1), tiles, limit);
-            plan.stages = stages_within(*variant, shared_of_sm / 2);
-            plan.shared_bytes = variant->shared_bytes(plan.stages);
-        } else {
-            const int c = atoi(t);
-            plan.stages = stages_within(*alone, shared_of_sm);
-            if (const char* st = getenv("DFLASH_STAGES")) plan.stages = atoi(st);
-            plan.shared_bytes = alone->shared_bytes(plan.stages);
-            choice = {alone, c, c > 1, 0};
-        }
-    }
-    if (getenv("DFLASH_SHOW"))
-        fprintf(stderr, "plan rows %d splits %d cluster %d stages %d smem %d resident %d\n", choice.variant->rows,
-                    choice.splits, choice.in_cluster, plan.stages, plan.shared_bytes,
-                    resident_clusters(device, *choice.variant, plan.shared_bytes, choice.splits));
-#endif
     plan.variant = choice.variant;
     plan.splits = choice.splits;
     plan.join_in_cluster = choice.in_cluster;
@@ -412,6 +393,7 @@ AttentionArgs make_args(const dflash_attention_params& p, const Plan& plan) {
     args.row_tiles = plan.row_tiles;
     args.stages = plan.stages;
     args.join_in_cluster = plan.join_in_cluster;
+    args.settled = p.context_settled;
     const bool float8 = p.kv_dtype == DFLASH_FLOAT8_E4M3;
     const float scale = p.scale * (float8 ? p.k_scale : 1.0f);
     args.scale_log2 = (p.softcap > 0.0f ? p.softcap : scale) * kLog2E;

@@ -19,6 +19,7 @@ struct AttentionArgs {
     int block_size;  // 0: paged mode
     int window_left, window_right;
     int splits, row_tiles, stages;
+    int settled;          // lengths, page table and cached context are older than the launches this one may overlap
     int join_in_cluster;  // the splits of a row tile are one thread block cluster and join before they end
     float scale_log2;     // scale * log2(e), or softcap * log2(e) when soft-capped
     float softcap_scale;  // scale / softcap, or 0
@@ -35,14 +36,21 @@ struct AttentionArgs {
     int copy_keys;
 };
 
-// Waits for the launch before this one, if this one was allowed to overlap it: nothing that it wrote may be read
-// earlier. Brings the request's page table into the L2 while the lengths are on their way.
-__device__ __forceinline__ void begin_attention(const AttentionArgs& args, int request) {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+// Returns when the launch before this one is complete, if this one was allowed to overlap it: nothing that it wrote may
+// be read earlier.
+__device__ __forceinline__ void wait_for_launch_in_front() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// Brings the request's page table into the L2 while the lengths are on their way.
+__device__ __forceinline__ void prefetch_page_table(const AttentionArgs& args, int request) {
     const int64_t row_bytes = static_cast<int64_t>(args.pages_per_request) * args.index_bytes;
     const char* row = static_cast<const char*>(args.page_table) + request * args.page_table_stride * args.index_bytes;
     const int64_t offset = static_cast<int64_t>(threadIdx.x) * 128;
     if (offset < row_bytes) asm volatile("prefetch.global.L2 [%0];" ::"l"(row + offset));
+}
+
+__device__ __forceinline__ void begin_attention(const AttentionArgs& args, int request) {
+    wait_for_launch_in_front();
+    prefetch_page_table(args, request);
 }
 
 // The queries and keys of one (request, row tile). Rows of a tile are (query, head of the group), head fastest.

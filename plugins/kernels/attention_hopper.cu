@@ -62,8 +62,3 @@ AttentionVariants attention_variants_hopper_alone() {
 }
 
 }  // namespace dflash
-#ifdef DFLASH_TUNE
-extern "C" __attribute__((visibility("default"))) int dflash_tune_times(long long* to) {
-    return cudaMemcpyFromSymbol(to, dflash::tune_times, sizeof(dflash::tune_times));
-}
-#endif

@@ -8,9 +8,6 @@
 #include "launch.h"
 #include "mma.cuh"
 #include "overlapped_launch.cuh"
-#ifdef DFLASH_TUNE
-#include <cstdlib>
-#endif
 
 namespace dflash {
 
@@ -221,21 +218,15 @@ void dispatch_shape(int32_t dtype, int tokens, Function&& launch) {
     }
 }
 
-// Few columns: small tiles reach more multiprocessors, each of which must then read faster.
+// Few columns: small tiles reach more multiprocessors, each of which must then read faster; half of a weight row of 4096
+// is asked for before the launch in front is complete, all of it where the tokens leave registers for that.
 template <typename T, int kTokenTiles>
-using Narrow = SkinnyShape<T, kTokenTiles, 16, 1, 2, 1>;
+using Narrow = SkinnyShape<T, kTokenTiles, 16, 1, kTokenTiles == 1 ? 4 : 2, 1>;
 template <typename T, int kTokenTiles>
-using Wide = SkinnyShape<T, kTokenTiles, 8, 2, 2, kTokenTiles == 4 ? 2 : 3>;
-#ifdef DFLASH_TUNE
+using Middle = SkinnyShape<T, kTokenTiles, 8, 2, 2, kTokenTiles == 4 ? 2 : 3>;
+// Many columns: the rows of x are read half as often.
 template <typename T, int kTokenTiles>
-using TuneB = SkinnyShape<T, kTokenTiles, 8, 4, 1, kTokenTiles == 4 ? 2 : 3>;
-template <typename T, int kTokenTiles>
-using TuneC = SkinnyShape<T, kTokenTiles, 16, 4, 1, kTokenTiles == 4 ? 1 : 2>;
-template <typename T, int kTokenTiles>
-using TuneD = SkinnyShape<T, kTokenTiles, 8, 4, 2, kTokenTiles == 4 ? 1 : 2>;
-template <typename T, int kTokenTiles>
-using TuneE = SkinnyShape<T, kTokenTiles, 4, 4, 2, kTokenTiles == 4 ? 3 : 4>;
-#endif
+using Wide = SkinnyShape<T, kTokenTiles, 8, 4, 1, kTokenTiles == 4 ? 2 : 3>;
 
 }  // namespace
 }  // namespace dflash
@@ -256,21 +247,13 @@ int32_t dflash_skinny_linear(const dflash_linear_params* params, dflash_stream s
     const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
     auto launch = [&](auto shape) {
         using Shape = decltype(shape);
-        launch_overlapped(skinny_linear<Shape>, dim3((p.columns + Shape::kRows - 1) / Shape::kRows), Shape::kThreads,
+        launch_overlapped(skinny_linear<Shape>, dim3((p.columns + Shape::kRows - 1) / Shape::kRows), Shape::kThreads, 0,
                           cuda_stream, p);
     };
-#ifdef DFLASH_TUNE
-    if (const char* t = getenv("DFLASH_SKINNY")) {
-        if (t[0] == 'A') dispatch_shape<Wide>(p.dtype, p.rows, launch);
-        if (t[0] == 'B') dispatch_shape<TuneB>(p.dtype, p.rows, launch);
-        if (t[0] == 'C') dispatch_shape<TuneC>(p.dtype, p.rows, launch);
-        if (t[0] == 'D') dispatch_shape<TuneD>(p.dtype, p.rows, launch);
-        if (t[0] == 'E') dispatch_shape<TuneE>(p.dtype, p.rows, launch);
-        if (t[0] == 'N') dispatch_shape<Narrow>(p.dtype, p.rows, launch);
-    } else
-#endif
     if (p.columns < 16 * multiprocessor_count()) {
         dispatch_shape<Narrow>(p.dtype, p.rows, launch);
+    } else if (p.columns < 32 * multiprocessor_count()) {
+        dispatch_shape<Middle>(p.dtype, p.rows, launch);
     } else {
         dispatch_shape<Wide>(p.dtype, p.rows, launch);
     }
@@ -296,7 +279,7 @@ int32_t dflash_projected_conv(const dflash_projected_conv_params* params, dflash
         using Shape = decltype(shape);
         const int groups = Shape::kRows / (2 * p.taps);
         launch_overlapped(projected_conv<Shape>, dim3((p.groups + groups - 1) / groups), Shape::kThreads,
-                          static_cast<cudaStream_t>(stream), p);
+                          0, static_cast<cudaStream_t>(stream), p);
     });
     return check_launch("projected_conv");
 }

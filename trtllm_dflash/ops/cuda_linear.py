@@ -20,6 +20,7 @@ MAX_ROWS = 32
 # The kernels read a row of the weight in lines of 128 bytes.
 DEPTH_MULTIPLE = 64
 MAX_TAPS = 4
+_FEW_COLUMNS = 2048
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1}
 
 
@@ -52,6 +53,11 @@ def fits(x: Tensor, weight: Tensor) -> bool:
         and x.dtype == weight.dtype
         and weight.is_contiguous()
     )
+
+
+def is_faster(x: Tensor, weight: Tensor) -> bool:
+    """Whether :func:`linear` beat cuBLAS for such a product on an H200 (``benchmarks/results/kernels.json``)."""
+    return fits(x, weight) and x.shape[0] <= (16 if weight.shape[0] <= _FEW_COLUMNS else 8)
 
 
 def linear(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -105,7 +111,9 @@ def projected_conv(x: Tensor, weight: Tensor, base: Tensor, block_size: int) -> 
     """
     _check_operands(x, weight)
     taps = base.shape[0]
-    _require(base.shape == (taps, x.shape[1]) and base.dtype == x.dtype and base.is_contiguous(), "base", base, "[taps, H]")
+    _require(
+        base.shape == (taps, x.shape[1]) and base.dtype == x.dtype and base.is_contiguous(), "base", base, "[taps, H]"
+    )
     _require(weight.shape[0] % (2 * taps) == 0, "weight", weight, f"2 * {taps} * groups rows")
     side = weight.shape[0] // 2
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
