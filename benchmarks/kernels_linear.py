@@ -1,7 +1,7 @@
 """Linear layers of a few rows at Qwen3-8B's shapes: ours and cuBLAS against reading the weight once.
 
-``benchmarks.kernels`` merges :func:`measure` with the other kernels. Weights rotate beyond the L2 cache; the share is of
-the largest copy rate of the same run. Time of the shapes of one layer under 50 us is mostly start and end.
+``benchmarks.kernels`` merges :func:`measure` with the other kernels. Weights rotate beyond the L2 cache; the share is
+of the largest copy rate of the same run.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,17 +12,11 @@ from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops import cuda_linear, cuda_select
 from trtllm_dflash.ops.plugin_library import find_library
 
-needs_gpu = [
+pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
     pytest.mark.skipif(find_library() is None, reason="needs the plugin library: trtllm-dflash plugins build"),
 ]
-
-
-def on_gpu(test):  # type: ignore[no-untyped-def]
-    for mark in needs_gpu:
-        test = mark(test)
-    return test
 
 
 def draw(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -35,7 +31,6 @@ def assert_product(found: Tensor, x: Tensor, weight: Tensor) -> None:
     assert ((found.double() - expected).abs() <= tolerance).all()
 
 
-@on_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("columns", [2, 14, 256, 1024, 2112, 2118, 6144])
 @pytest.mark.parametrize("rows", [1, 3, 8, 9, 16, 17, 32])
@@ -48,10 +43,11 @@ def test_linear(rows: int, columns: int, depth: int, dtype: torch.dtype) -> None
     assert room[:, columns:].isnan().all()
 
 
-@on_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("batch,block", [(1, 8), (1, 1), (2, 8), (4, 8), (2, 16), (3, 5)])
-@pytest.mark.parametrize("width,groups,taps", [(4096, 256, 2), (512, 32, 3), (256, 4, 4), (64, 1, 1), (192, 3, 2)])
+@pytest.mark.parametrize(("batch", "block"), [(1, 8), (1, 1), (2, 8), (4, 8), (2, 16), (3, 5)])
+@pytest.mark.parametrize(
+    ("width", "groups", "taps"), [(4096, 256, 2), (512, 32, 3), (256, 4, 4), (64, 1, 1), (192, 3, 2)]
+)
 def test_projected_conv(batch: int, block: int, width: int, groups: int, taps: int, dtype: torch.dtype) -> None:
     rows, side = batch * block, taps * groups
     x = draw(rows, rows, width, dtype=dtype)
@@ -66,13 +62,12 @@ def test_projected_conv(batch: int, block: int, width: int, groups: int, taps: i
     torch.testing.assert_close(out, front, atol=6e-2, rtol=3e-2)
 
 
-@on_gpu
 def test_a_result_of_the_launch_in_front_is_seen() -> None:
     """Each product reads the one before it, in one graph: overlapped launches may not read early."""
     weights = [draw(i, 1024, 1024) * 1024**-0.5 for i in range(20)]
     x = draw(99, 8, 1024)
 
-    def chain(multiply) -> Tensor:  # type: ignore[no-untyped-def]
+    def chain(multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         hidden = x
         for weight in weights:
             hidden = multiply(hidden, weight)
@@ -88,7 +83,6 @@ def test_a_result_of_the_launch_in_front_is_seen() -> None:
         torch.testing.assert_close(found, chain(torch.nn.functional.linear), atol=5e-2, rtol=5e-2)
 
 
-@on_gpu
 def test_unsupported_shapes_are_refused_by_name() -> None:
     with pytest.raises(EngineError, match="33 rows"):
         cuda_linear.linear(draw(0, 33, 64), draw(1, 8, 64))
@@ -96,25 +90,3 @@ def test_unsupported_shapes_are_refused_by_name() -> None:
         cuda_linear.linear(draw(0, 8, 96), draw(1, 8, 96))
     with pytest.raises(EngineError, match="taps 5"):
         cuda_linear.projected_conv(draw(0, 8, 64), draw(1, 10, 64), draw(2, 5, 64), 8)
-
-
-def test_operands_that_do_not_match_are_refused() -> None:
-    with pytest.raises(EngineError, match="weight"):
-        cuda_linear.linear(torch.zeros(8, 64, dtype=torch.bfloat16), torch.zeros(8, 128, dtype=torch.bfloat16))
-    with pytest.raises(EngineError, match="x: is on cpu"):
-        cuda_linear.linear(torch.zeros(8, 64, dtype=torch.bfloat16), torch.zeros(8, 64, dtype=torch.bfloat16))
-
-
-def test_fits_names_what_linear_takes() -> None:
-    x, weight = torch.zeros(8, 64, dtype=torch.bfloat16), torch.zeros(8, 64, dtype=torch.bfloat16)
-    assert cuda_linear.fits(x, weight)
-    assert not cuda_linear.fits(x.repeat(5, 1), weight)
-    assert not cuda_linear.fits(x.float(), weight.float())
-    assert not cuda_linear.fits(x[:, :40], weight[:, :40])
-
-
-def test_prefers_names_where_linear_was_faster_than_cublas() -> None:
-    x, wide = torch.zeros(8, 64, dtype=torch.bfloat16), torch.zeros(4096, 64, dtype=torch.bfloat16)
-    assert cuda_linear.is_faster(x, wide)
-    assert not cuda_linear.is_faster(x.repeat(2, 1), wide)
-    assert cuda_linear.is_faster(x.repeat(2, 1), wide[:1024])
