@@ -41,17 +41,17 @@ typedef struct dflash_grouped_conv_params {
 
 DFLASH_EXPORT int32_t dflash_grouped_conv(const dflash_grouped_conv_params* params, dflash_stream stream);
 
-// out = x * weight^T for a few rows, float32 inside, rounded once. Weights are read while the launch in front still runs:
-// no work in flight on the stream may write them.
+// out = x * weight^T for a few rows, float32 inside, rounded once. Weights are read while the launch in front still
+// runs: no work in flight on the stream may write them.
 typedef struct dflash_linear_params {
     uint32_t struct_size;
-    int32_t dtype;        // bfloat16 or float16
-    int32_t rows;         // M, at most DFLASH_MAX_SKINNY_ROWS
-    int32_t columns;      // N, even
-    int32_t depth;        // K, a multiple of 64
-    const void* x;        // [M, K], 16-byte aligned, x_stride a multiple of 8
-    const void* weight;   // [N, K] contiguous, 16-byte aligned
-    void* out;            // [M, N], row stride out_stride, even; 4-byte aligned
+    int32_t dtype;       // bfloat16 or float16
+    int32_t rows;        // M, at most DFLASH_MAX_SKINNY_ROWS
+    int32_t columns;     // N, even
+    int32_t depth;       // K, a multiple of 64
+    const void* x;       // [M, K], 16-byte aligned, x_stride a multiple of 8
+    const void* weight;  // [N, K] contiguous, 16-byte aligned
+    void* out;           // [M, N], row stride out_stride, even; 4-byte aligned
     int64_t x_stride, out_stride;
 } dflash_linear_params;
 
@@ -62,17 +62,17 @@ DFLASH_EXPORT int32_t dflash_skinny_linear(const dflash_linear_params* params, d
 // kept for the convolution behind the sublayer. Weights as in dflash_skinny_linear.
 typedef struct dflash_projected_conv_params {
     uint32_t struct_size;
-    int32_t dtype;        // bfloat16 or float16
-    int32_t rows;         // B * S, at most DFLASH_MAX_SKINNY_ROWS
-    int32_t block_size;   // S; divides rows
-    int32_t width;        // H, a multiple of 64
-    int32_t groups;       // divides width
-    int32_t taps;         // 1 .. 4
-    const void* x;        // [rows, width], 16-byte aligned, x_stride a multiple of 8
-    const void* weight;   // [2 * taps * groups, width] contiguous, 16-byte aligned: side, tap, group
-    const void* base;     // [taps, width] contiguous, of the first side
-    void* out;            // [rows, width] contiguous; must not overlap x
-    void* dynamic_out;    // [rows, taps * groups] contiguous, tap-major
+    int32_t dtype;       // bfloat16 or float16
+    int32_t rows;        // B * S, at most DFLASH_MAX_SKINNY_ROWS
+    int32_t block_size;  // S; divides rows
+    int32_t width;       // H, a multiple of 64
+    int32_t groups;      // divides width
+    int32_t taps;        // 1 .. 4
+    const void* x;       // [rows, width], 16-byte aligned, x_stride a multiple of 8
+    const void* weight;  // [2 * taps * groups, width] contiguous, 16-byte aligned: side, tap, group
+    const void* base;    // [taps, width] contiguous, of the first side
+    void* out;           // [rows, width] contiguous; must not overlap x
+    void* dynamic_out;   // [rows, taps * groups] contiguous, tap-major
     int64_t x_stride;
 } dflash_projected_conv_params;
 

@@ -122,7 +122,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kWarpgroups == 1 ? 2 :
         }
         rows.write_result(args, extent, kv_head, half, total);
     }
-    if (joins) join_cluster<Shape, kPairSplits>(args, extent, kv_head, split, range.active, ring, shared_address(row_stats));
+    if (joins)
+        join_cluster<Shape, kPairSplits>(args, extent, kv_head, split, range.active, ring, shared_address(row_stats));
 #endif
 }
 

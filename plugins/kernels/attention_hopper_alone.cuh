@@ -3,8 +3,8 @@
 // One warp asks for key tiles, a few instructions each, where copies by threads spend most of a warp's time on
 // addresses; two warpgroups take every other tile and never wait for each other. So a multiprocessor reads at 1.8 times
 // its even share of the memory bandwidth (measured on an H200: 57 GB/s, against 34 in the other kernel), few enough
-// blocks suffice that all splits of a row tile find room as one thread block cluster, and they join through each other's
-// shared memory, without a second launch.
+// blocks suffice that all splits of a row tile find room as one thread block cluster, and they join through each
+// other's shared memory, without a second launch.
 //
 // The copy engine takes tiles whose 64 keys are all in the cache and in sight. The others, at the ends, are copied by
 // the warpgroup that attends to them, while the first tiles are on their way: their order does not matter.
@@ -28,6 +28,9 @@ struct AloneShape {
     static constexpr int kLaunchThreads = kThreads + 128;
     static constexpr int kFetchRegisters = 24, kRegisters = 240;
     static constexpr int kStages = 6;
+    // A stage always serves the same warpgroup: one that saw only every other phase of a barrier could not tell a phase
+    // from the one two later.
+    static_assert(kStages % kKeyGroups == 0, "tile i lies in stage i % kStages and goes to warpgroup i % kKeyGroups");
     static constexpr int kChunks = kHeadDim / 8;
     static constexpr int kPartBytes = kKeys * 128;  // all keys, 64 dimensions
     static constexpr int kValueOffset = kHeadDim / 64 * kPartBytes, kStageBytes = 2 * kValueOffset;
@@ -127,8 +130,8 @@ __device__ __forceinline__ void copy_edge_tile(const AttentionArgs& args, const 
             present = true;
         } else if (position >= extent.cached && position < extent.total) {
             k = args.k_block, v = args.v_block;
-            element = (static_cast<int64_t>(request) * args.block_size + position - extent.cached) * args.block_stride +
-                      head;
+            element =
+                (static_cast<int64_t>(request) * args.block_size + position - extent.cached) * args.block_stride + head;
             present = true;
         }
         const int64_t offset = present ? element * 2 + chunk * 16 : 0;

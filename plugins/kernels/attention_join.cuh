@@ -37,8 +37,8 @@ __device__ __forceinline__ float2 load_peer_pair(uint32_t address) {
 }
 
 // Joins the splits of a row tile, which are one cluster: each block has its partial rows in shared memory, `outs` of
-// pitch kOutPitch and `stats`, and finishes every splits-th row. A block without keys helps, too. Sixteen lanes per row;
-// Shape::kThreads threads call it, at most kMaxParts splits are active.
+// pitch kOutPitch and `stats`, and finishes every splits-th row. A block without keys helps, too. Sixteen lanes per
+// row; Shape::kThreads threads call it, at most kMaxParts splits are active.
 template <typename Shape, int kMaxParts>
 __device__ __forceinline__ void join_cluster(const AttentionArgs& args, const Extent& extent, int kv_head, int split,
                                              int active, uint32_t outs, uint32_t stats) {
@@ -67,8 +67,8 @@ __device__ __forceinline__ void join_cluster(const AttentionArgs& args, const Ex
                 for (int piece = 0; piece < kPieces; ++piece) {
                     part[i][piece] = make_float4(0, 0, 0, 0);
                     if (exists && first + i < active)
-                        part[i][piece] = load_peer(peer_address(
-                            outs + (row * Shape::kOutPitch + (piece * kLanes + lane) * 4) * 4, first + i));
+                        part[i][piece] = load_peer(
+                            peer_address(outs + (row * Shape::kOutPitch + (piece * kLanes + lane) * 4) * 4, first + i));
                 }
             if (first == 0) {  // while the first parts are on their way
                 for (int offset = kLanes / 2; offset > 0; offset /= 2)

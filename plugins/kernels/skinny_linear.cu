@@ -96,8 +96,8 @@ __device__ __forceinline__ void multiply_rows(const void* x, int64_t x_stride, i
 #pragma unroll
                 for (int rows16 = 0; rows16 < Shape::kRowTiles; ++rows16) {
                     const uint4 low = w[ahead][rows16 * 2][line];
-                    const uint4 high =
-                        rows16 * 2 + 1 < kEights ? w[ahead][min(rows16 * 2 + 1, kEights - 1)][line] : make_uint4(0, 0, 0, 0);
+                    const uint4 high = rows16 * 2 + 1 < kEights ? w[ahead][min(rows16 * 2 + 1, kEights - 1)][line]
+                                                                : make_uint4(0, 0, 0, 0);
                     const uint32_t even[4] = {low.x, high.x, low.y, high.y}, odd[4] = {low.z, high.z, low.w, high.w};
 #pragma unroll
                     for (int tile = 0; tile < kTiles; ++tile) {
@@ -131,8 +131,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) skinny_linear
     const int first = blockIdx.x * Shape::kRows;
     let_next_launch_start();
     multiply_rows<Shape>(
-        p.x, p.x_stride, p.rows, p.depth, p.weight,
-        [&](int row) { return first + row < p.columns ? first + row : -1; }, sums);
+        p.x, p.x_stride, p.rows, p.depth, p.weight, [&](int row) { return first + row < p.columns ? first + row : -1; },
+        sums);
     constexpr int kPairs = Shape::kRows / 2;
     for (int i = threadIdx.x; i < p.rows * kPairs; i += Shape::kThreads) {
         const int token = i / kPairs, row = i % kPairs * 2;
@@ -144,7 +144,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) skinny_linear
 
 // The projection of both sides, and the first side's convolution of the channels that the block's groups cover.
 template <typename Shape>
-__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks) projected_conv(const dflash_projected_conv_params p) {
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
+    projected_conv(const dflash_projected_conv_params p) {
     using T = typename Shape::Element;
     __shared__ float sums[Shape::kTokens][Shape::kRows + 1];
     const int block_groups = Shape::kRows / (2 * p.taps), first_group = blockIdx.x * block_groups;
@@ -193,8 +194,9 @@ int32_t check_operands(const char* name, int32_t dtype, int32_t rows, int32_t de
     if (depth < kChunk || depth % kChunk != 0)
         return fail(DFLASH_UNSUPPORTED, "%s: %d input columns, expected a multiple of %d", name, depth, kChunk);
     if (!aligned(x) || !aligned(weight) || x_stride % 8 != 0)
-        return fail(DFLASH_INVALID_ARGUMENT, "%s: x and weight must be 16-byte aligned and x_stride (%lld) a multiple of 8",
-                    name, static_cast<long long>(x_stride));
+        return fail(DFLASH_INVALID_ARGUMENT,
+                    "%s: x and weight must be 16-byte aligned and x_stride (%lld) a multiple of 8", name,
+                    static_cast<long long>(x_stride));
     return DFLASH_OK;
 }
 
@@ -218,8 +220,8 @@ void dispatch_shape(int32_t dtype, int tokens, Function&& launch) {
     }
 }
 
-// Few columns: small tiles reach more multiprocessors, each of which must then read faster; half of a weight row of 4096
-// is asked for before the launch in front is complete, all of it where the tokens leave registers for that.
+// Few columns: small tiles reach more multiprocessors, each of which must then read faster; half of a weight row of
+// 4096 is asked for before the launch in front is complete, all of it where the tokens leave registers for that.
 template <typename T, int kTokenTiles>
 using Narrow = SkinnyShape<T, kTokenTiles, 16, 1, kTokenTiles == 1 ? 4 : 2, 1>;
 template <typename T, int kTokenTiles>
@@ -268,18 +270,18 @@ int32_t dflash_projected_conv(const dflash_projected_conv_params* params, dflash
         return status;
     if (p.groups < 1 || p.width % p.groups != 0)
         return fail(DFLASH_INVALID_ARGUMENT, "projected_conv: groups %d does not divide width %d", p.groups, p.width);
-    if (p.taps < 1 || p.taps > 4)
-        return fail(DFLASH_UNSUPPORTED, "projected_conv: taps %d, expected 1..4", p.taps);
+    if (p.taps < 1 || p.taps > 4) return fail(DFLASH_UNSUPPORTED, "projected_conv: taps %d, expected 1..4", p.taps);
     if (p.block_size < 1 || p.rows % p.block_size != 0)
         return fail(DFLASH_INVALID_ARGUMENT, "projected_conv: rows %d is not a whole number of blocks of %d", p.rows,
                     p.block_size);
-    if (p.out == p.x) return fail(DFLASH_INVALID_ARGUMENT, "projected_conv: out overlaps x, whose earlier rows are read");
+    if (p.out == p.x)
+        return fail(DFLASH_INVALID_ARGUMENT, "projected_conv: out overlaps x, whose earlier rows are read");
     if (p.rows == 0) return DFLASH_OK;
     dispatch_shape<Narrow>(p.dtype, p.rows, [&](auto shape) {
         using Shape = decltype(shape);
         const int groups = Shape::kRows / (2 * p.taps);
-        launch_overlapped(projected_conv<Shape>, dim3((p.groups + groups - 1) / groups), Shape::kThreads,
-                          0, static_cast<cudaStream_t>(stream), p);
+        launch_overlapped(projected_conv<Shape>, dim3((p.groups + groups - 1) / groups), Shape::kThreads, 0,
+                          static_cast<cudaStream_t>(stream), p);
     });
     return check_launch("projected_conv");
 }

@@ -21,7 +21,9 @@ __device__ __forceinline__ void start_barrier(uint64_t* barrier, int arrivals) {
 }
 
 // New barriers become visible to the copy engine; other threads need a __syncthreads() as well.
-__device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void publish_barriers() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 
 __device__ __forceinline__ void arrive(uint64_t* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
