@@ -20,7 +20,7 @@ MAX_ROWS = 32
 # The kernels read a row of the weight in lines of 128 bytes.
 DEPTH_MULTIPLE = 64
 MAX_TAPS = 4
-_FEW_COLUMNS = 2048
+_FEW_COLUMNS, _MANY_COLUMNS = 2048, 100_000  # between them are the layers, above them the heads
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1}
 
 
@@ -57,7 +57,8 @@ def fits(x: Tensor, weight: Tensor) -> bool:
 
 def is_faster(x: Tensor, weight: Tensor) -> bool:
     """Whether :func:`linear` beat cuBLAS for such a product on an H200 (``benchmarks/results/kernels.json``)."""
-    return fits(x, weight) and x.shape[0] <= (16 if weight.shape[0] <= _FEW_COLUMNS else 8)
+    columns = weight.shape[0]
+    return fits(x, weight) and x.shape[0] <= (16 if columns <= _FEW_COLUMNS or columns >= _MANY_COLUMNS else 8)
 
 
 def linear(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
