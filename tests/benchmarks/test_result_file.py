@@ -12,7 +12,8 @@ import pytest
 _SPEC = importlib.util.spec_from_file_location(
     "result_file", Path(__file__).resolve().parents[2] / "benchmarks" / "result_file.py"
 )
-assert _SPEC is not None and _SPEC.loader is not None
+assert _SPEC is not None
+assert _SPEC.loader is not None
 result_file = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(result_file)
 
