@@ -6,35 +6,48 @@ Prompt texts and order are the reference benchmark's (PyPI ``dflash`` 0.1.0): ro
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from trtllm_dflash.errors import ConfigError
 
+Messages = list[dict[str, str]]
+
 _REASON = "Please reason step by step, and put your final answer within \\boxed{}."
 _SHUFFLE_SEED = 42
 
+
+def _instruction(row: dict[str, Any]) -> str:
+    """HumanEval's prompt is code to complete; anything else called ``prompt`` (MBPP, a prompts file) is said as is."""
+    if "entry_point" in row:
+        return (
+            "Write a solution to the following problem and make sure that it passes the tests:\n"
+            f"```python\n{row['prompt']}\n```"
+        )
+    return str(row["prompt"])
+
+
+# In this order: a MATH-500 row has problem and answer, an MBPP row text (or prompt), code and test_list.
 _TEXTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "question": lambda row: f"{row['question']}\n{_REASON}",
-    "prompt": lambda row: (
-        "Write a solution to the following problem and make sure that it passes the tests:\n"
-        f"```python\n{row['prompt']}\n```"
-        if "entry_point" in row
-        else str(row["prompt"])
-    ),
+    "problem": lambda row: f"{row['problem']}\n{_REASON}",
+    "prompt": _instruction,
     "turns": lambda row: str(row["turns"][0]),
+    "text": lambda row: str(row["text"]),
 }
 
 
-def load_prompts(path: str | Path, count: int | None = None) -> list[list[dict[str, str]]]:
-    """The first ``count`` prompts of a data set, each as chat messages with one user turn.
+def load_prompts(path: str | Path, count: int | None = None) -> list[Messages]:
+    """The first ``count`` prompts of a data set, each as chat messages.
 
     Args:
-        path: JSON lines with ``question`` (GSM8K), ``prompt`` and ``entry_point`` (HumanEval), ``prompt`` alone (any
-            prompts file) or ``turns`` (MT-bench).
+        path: JSON lines with ``messages`` (a chat, as it is), ``question`` (GSM8K), ``problem`` (MATH-500), ``prompt``
+            and ``entry_point`` (HumanEval), ``prompt`` alone (MBPP sanitized, any prompts file), ``turns`` (MT-bench,
+            its first turn) or ``text`` (MBPP, any texts).
         count: None takes all.
 
     Raises:
@@ -46,17 +59,39 @@ def load_prompts(path: str | Path, count: int | None = None) -> list[list[dict[s
     rows = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
         if line.strip():
-            rows.append(_text(line, f"{file}, line {number}"))
+            rows.append(_messages(line, f"{file}, line {number}"))
+    if not rows:
+        raise ConfigError(f"{file}: has no prompts", hint='one JSON object a line, e.g. {"prompt": "…"}')
     random.Random(_SHUFFLE_SEED).shuffle(rows)
-    return [[{"role": "user", "content": text}] for text in rows[:count]]
+    return rows[:count]
 
 
-def _text(line: str, place: str) -> str:
+def prompts_fingerprint(prompts: Sequence[object]) -> str:
+    """SHA-256 of prompts (messages, text or token ids) and their order, hexadecimal: which prompts, without them."""
+    return hashlib.sha256(json.dumps(list(prompts), ensure_ascii=False).encode()).hexdigest()
+
+
+def _messages(line: str, place: str) -> Messages:
     try:
         row = json.loads(line)
     except ValueError as error:
         raise ConfigError(f"{place}: not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise ConfigError(f"{place}: got {type(row).__name__}, expected a JSON object")
+    if "messages" in row:
+        return _chat(row["messages"], place)
     for key, text in _TEXTS.items():
-        if isinstance(row, dict) and key in row:
-            return text(row)
-    raise ConfigError(f"{place}: expected a key question, prompt or turns")
+        if key in row:
+            if key == "turns" and not (isinstance(row[key], list) and row[key]):
+                raise ConfigError(f"{place}: turns is empty, expected a list of texts")
+            return [{"role": "user", "content": text(row)}]
+    raise ConfigError(f"{place}: expected a key messages, {', '.join(list(_TEXTS)[:-1])} or {list(_TEXTS)[-1]}")
+
+
+def _chat(messages: object, place: str) -> Messages:
+    if not isinstance(messages, list) or not messages:
+        raise ConfigError(f"{place}: messages is {type(messages).__name__}, expected a list with at least one message")
+    for message in messages:
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise ConfigError(f"{place}: a message needs role and content")
+    return [{"role": str(message["role"]), "content": str(message["content"])} for message in messages]

@@ -11,8 +11,12 @@ import click
 
 @click.command()
 @click.option(
-    "-e", "--engines", required=True, type=click.Path(path_type=Path), help="Engine directory, written by `build`."
+    "-e",
+    "--engines",
+    type=click.Path(path_type=Path),
+    help="Engine directory, written by `build`.  [default: the one of --from-sweep]",
 )
+@click.option("--from-sweep", type=click.Path(path_type=Path), help="Deploy what a sweep chose for its target.")
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Model repository to write.")
 @click.option("--model-name", default="dflash", show_default=True, help="Triton's name of the model.")
 @click.option(
@@ -22,15 +26,30 @@ import click
 @click.option(
     "--prefix-cache/--no-prefix-cache", default=True, show_default=True, help="Compute prompts that begin alike once."
 )
+@click.option(
+    "--runtime",
+    default="dflash",
+    show_default=True,
+    type=click.Choice(["dflash", "trtllm"]),
+    help="trtllm writes the configuration that serves the same pair on TensorRT-LLM instead.",
+)
+@click.option(
+    "--target", help="With --runtime trtllm: the target's Hugging Face id or directory.  [default: as converted]"
+)
+@click.option("--drafter", help="With --runtime trtllm: the drafter's.  [default: as converted]")
 @click.option("--force", is_flag=True, help="Replace an existing model repository.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def deploy(
-    engines: Path,
+    engines: Path | None,
+    from_sweep: Path | None,
     output: Path,
     model_name: str,
     max_queue: int,
     device: str | None,
     prefix_cache: bool,
+    runtime: str,
+    target: str | None,
+    drafter: str | None,
     force: bool,
     as_json: bool,
 ) -> None:
@@ -43,6 +62,20 @@ def deploy(
     """
     from trtllm_dflash.serving import repository
 
+    if from_sweep is not None:
+        from trtllm_dflash.bench.deploy_from_sweep import choice_of_sweep
+
+        choice = choice_of_sweep(from_sweep, engines)
+        engines = choice.engines
+        for remark in choice.remarks:
+            click.echo(remark, err=True)
+    if engines is None:
+        raise click.UsageError("give --engines, or --from-sweep")
+    if runtime == "trtllm":
+        _deploy_trtllm(engines, output, target, drafter, force=force, as_json=as_json)
+        return
+    if target is not None or drafter is not None:
+        raise click.UsageError("--target and --drafter belong to --runtime trtllm: an engine directory has its weights")
     report = repository.deploy(
         engines,
         output,
@@ -69,3 +102,28 @@ def deploy(
     click.echo(f"{report.repository}: model {report.model_name}, engines {report.engines} ({report.facts.backend})")
     click.echo("limits: " + ", ".join(f"{name} {value}" for name, value in {**limits, "max_queue": max_queue}.items()))
     click.echo(f"next: trtllm-dflash serve -m {report.repository}")
+
+
+def _deploy_trtllm(
+    engines: Path, output: Path, target: str | None, drafter: str | None, *, force: bool, as_json: bool
+) -> None:
+    from trtllm_dflash.serving.trtllm_runtime import deploy_trtllm
+
+    report = deploy_trtllm(engines, output, target=target, drafter=drafter, force=force)
+    if as_json:
+        facts = {
+            "output": str(report.output),
+            "files": list(report.files),
+            "serve": report.serve_command,
+            "triton": list(report.triton_commands),
+        }
+        click.echo(json.dumps(facts))
+        return
+    click.echo(
+        f"{report.output}: {', '.join(report.files)} for TensorRT-LLM's PyTorch backend (not run by this toolkit)"
+    )
+    click.echo(f"next: {report.serve_command}")
+    click.echo("or with Triton:")
+    for command in report.triton_commands:
+        click.echo(f"  {command}")
+    click.echo("then: trtllm-dflash sweep --url http://HOST:8000 --label TensorRT-LLM …")

@@ -21,7 +21,10 @@ _COMMANDS = {
     "generate": "generate_cmd",
     "deploy": "deploy_cmd",
     "serve": "serve_cmd",
+    "bench": "bench_cmd",
+    "sweep": "sweep_cmd",
     "plugins": "plugins_cmd",
+    "selfcheck": "selfcheck_cmd",
     "doctor": "doctor_cmd",
 }
 

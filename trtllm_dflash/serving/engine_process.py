@@ -20,8 +20,11 @@ import click
 from trtllm_dflash.errors import DFlashError
 from trtllm_dflash.runtime.llm import LLM
 from trtllm_dflash.serving import wire
+from trtllm_dflash.serving.chat_prompt import ChatTemplate
 from trtllm_dflash.serving.engine_facts import check_fingerprint, read_engine_facts
 from trtllm_dflash.serving.engine_server import EngineServer
+from trtllm_dflash.serving.log_format import LOG_FORMAT_VARIABLE, configure_logging
+from trtllm_dflash.serving.log_prob_details import TokenBytes
 from trtllm_dflash.serving.process_lifetime import Leash, exit_on_thread_failure, exit_with_the_proxy
 
 _log = logging.getLogger("trtllm_dflash.engine_process")
@@ -47,7 +50,7 @@ def main(
     drain_s: float,
 ) -> None:
     """Serve one engine directory over an inherited socket."""
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    configure_logging(sys.stderr, os.environ.get(LOG_FORMAT_VARIABLE, "text"))
     # The terminal's Ctrl-C is for the server, which then closes the socket in its own order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     stream = socket.socket(fileno=fd)
@@ -58,6 +61,7 @@ def main(
         if config_sha256:
             check_fingerprint(engines, config_sha256)
         facts = read_engine_facts(engines)
+        chat = ChatTemplate(engines / "tokenizer")
         engine = LLM(
             engines,
             device=device,
@@ -73,8 +77,17 @@ def main(
         connection.send(wire.LoadFailed(text, permanent=isinstance(error, DFlashError)))
         raise SystemExit(1) from error
     _log.info("serving %s, process %d", engines, os.getpid())
+    _log.info("%s", facts.startup_line())
     server = EngineServer(
-        engine, connection, limits=facts.limits, eos_token_ids=facts.eos_token_ids, vocab_size=facts.vocab_size
+        engine,
+        connection,
+        limits=facts.limits,
+        eos_token_ids=facts.eos_token_ids,
+        vocab_size=facts.vocab_size,
+        render_chat=chat.encode,
+        token_bytes=TokenBytes(chat.tokenizer),
+        info=facts.runs,
+        speculates=facts.has_drafter,
     )
     drained: list[threading.Thread] = []
 
