@@ -33,6 +33,7 @@ class LinearSession(NetworkSession):
         target_config, drafter_config: what runs. limits: the engine's; ``page_tokens`` is a row's usable length.
         runner: computes the networks. device: of every tensor. dtype: of caches and features.
         row_tokens: positions of one cache row, at least ``page_tokens + block_size``.
+        weight_bytes: what the runner's weights take on the device, for the memory plan.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class LinearSession(NetworkSession):
         device: torch.device,
         dtype: torch.dtype,
         row_tokens: int,
+        weight_bytes: int = 0,
     ) -> None:
         if limits.page_tokens < limits.max_seq_len or row_tokens < limits.page_tokens + limits.block_size:
             raise EngineError(
@@ -61,6 +63,7 @@ class LinearSession(NetworkSession):
             dtype=dtype,
             positions=row_tokens,
             row_tokens=row_tokens,
+            weight_bytes=weight_bytes,
         )
         self._rows = 0
 

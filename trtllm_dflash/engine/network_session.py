@@ -37,7 +37,13 @@ class NetworkSession:
         target_config, drafter_config: what runs. limits: the engine's.
         runner: computes the networks. device: of every tensor. dtype: of caches and features.
         positions: rows of the rotation tables. row_tokens: cache positions that one page takes.
+        weight_bytes: what the runner's weights take on the device, for the memory plan.
+
+    Attributes:
+        uses_kernels: false: the runtime's own kernels do not know the tensors of these networks.
     """
+
+    uses_kernels = False
 
     def __init__(
         self,
@@ -50,6 +56,7 @@ class NetworkSession:
         dtype: torch.dtype,
         positions: int,
         row_tokens: int,
+        weight_bytes: int = 0,
     ) -> None:
         self.target_config = target_config
         self.drafter_config = drafter_config
@@ -58,6 +65,7 @@ class NetworkSession:
         self.dtype = dtype
         self._runner = runner
         self._row_tokens = row_tokens
+        self._weight_bytes = weight_bytes
         self._target_caches: Sequence[CacheLayer[Tensor]] = ()
         self._drafter_caches: Sequence[CacheLayer[Tensor]] = ()
         self._target_rope = _rotary_inputs(target_config, positions, device)
@@ -70,6 +78,10 @@ class NetworkSession:
             drafter = self.drafter_config
             heads += drafter.num_layers * drafter.num_kv_heads * drafter.head_dim
         return 2 * heads * self._row_tokens * self.dtype.itemsize
+
+    def weight_bytes(self) -> int:
+        """Bytes of all weights on the device; what is shared counts once."""
+        return self._weight_bytes
 
     def _cache_shape(self, pages: int, kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """Shape of K or V of one layer with ``pages`` pages, the scratch page among them."""

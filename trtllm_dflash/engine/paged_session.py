@@ -27,6 +27,7 @@ class PagedSession(NetworkSession):
     Args:
         target_config, drafter_config: what runs. limits: the engine's.
         runner: computes the networks. device: of every tensor. dtype: of caches and features.
+        weight_bytes: what the runner's weights take on the device, for the memory plan.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class PagedSession(NetworkSession):
         runner: NetworkRunner,
         device: torch.device,
         dtype: torch.dtype,
+        weight_bytes: int = 0,
     ) -> None:
         super().__init__(
             target_config,
@@ -48,6 +50,7 @@ class PagedSession(NetworkSession):
             dtype=dtype,
             positions=paged_positions(limits),
             row_tokens=limits.page_tokens,
+            weight_bytes=weight_bytes,
         )
         # Only its length is read, so every pass may have a piece of the same memory.
         self._extent = torch.zeros(max(prefill_queries(limits), limits.block_size), dtype=torch.int32, device=device)

@@ -70,11 +70,15 @@ def open_tensorrt_session(engine: EngineDirectory, device: torch.device, *, grap
     weights = BoundWeights(tensors, device)
     plan_bytes = {network: (engine.path / plan.file).read_bytes() for network, plan in plans.items()}
     plain = PlanRunner(library, plans, plan_bytes, weights, device)
-    return network_session(engine, GraphedRunner(plain) if graphs else plain, device)
+    inside = sum(plan.weight_bytes for plan in plans.values()) if facts.weights == "embedded" else 0
+    runner = GraphedRunner(plain) if graphs else plain
+    return network_session(engine, runner, device, weight_bytes=weights.loaded_bytes + inside)
 
 
-def network_session(engine: EngineDirectory, runner: NetworkRunner, device: torch.device) -> EngineSession:
-    """The session that fits the caches of ``engine``, over ``runner``.
+def network_session(
+    engine: EngineDirectory, runner: NetworkRunner, device: torch.device, *, weight_bytes: int = 0
+) -> EngineSession:
+    """The session that fits the caches of ``engine``, over ``runner``, whose weights take ``weight_bytes``.
 
     Raises:
         EngineError: config.json does not say which.
@@ -85,8 +89,15 @@ def network_session(engine: EngineDirectory, runner: NetworkRunner, device: torc
     configs = (engine.target_config, engine.drafter_config, engine.limits)
     dtype = getattr(torch, engine.target_config.dtype)
     if facts.cache == "paged":
-        return PagedSession(*configs, runner=runner, device=device, dtype=dtype)
-    return LinearSession(*configs, runner=runner, device=device, dtype=dtype, row_tokens=facts.row_tokens)
+        return PagedSession(*configs, runner=runner, device=device, dtype=dtype, weight_bytes=weight_bytes)
+    return LinearSession(
+        *configs,
+        runner=runner,
+        device=device,
+        dtype=dtype,
+        row_tokens=facts.row_tokens,
+        weight_bytes=weight_bytes,
+    )
 
 
 def choose_profile(plan: PlanFacts, inputs: Mapping[str, Tensor]) -> int:
