@@ -142,22 +142,17 @@ __device__ __forceinline__ void copy_edge_tile(const AttentionArgs& args, const 
     copy_async_commit();
 }
 
-// The other half of the rows goes to the other warpgroup, whose share of half `kHalf` is added. The sums go to the
-// block's partial rows, for the join in the cluster, or are the result.
+// This warpgroup's half `kHalf` of the rows, with what the other warpgroup gave: the sums go to the block's partial
+// rows, for the join in the cluster, or are the result.
 template <typename Shape, int kHalf>
 __device__ __forceinline__ void finish_half(RowAccumulator<Shape>& rows, const AttentionArgs& args,
-                                            const Extent& extent, int kv_head, bool joins, char* shared,
-                                            float2* row_stats) {
-    float2* exchange = reinterpret_cast<float2*>(shared);
-    constexpr int kGiven = RowAccumulator<Shape>::kExchanged * 128;
-    rows.give(1 - kHalf, rows.row_sum(1 - kHalf), exchange + kHalf * kGiven);
-    float total = rows.row_sum(kHalf);
-    named_barrier<Shape::kThreads>(1);
-    total = rows.take(kHalf, total, exchange + (1 - kHalf) * kGiven);
+                                            const Extent& extent, int kv_head, bool joins, float total,
+                                            const float2* given, char* partials, float2* row_stats) {
+    total = rows.take(kHalf, total, given);
     const int row = rows.row_of(kHalf);
     if (row >= extent.rows) return;
     if (joins) {
-        float* partial = reinterpret_cast<float*>(shared + Shape::kExchangeBytes) + row * Shape::kOutPitch;
+        float* partial = reinterpret_cast<float*>(partials) + row * Shape::kOutPitch;
         rows.write_partial(kHalf, total, partial, row_stats + row);
     } else {
         rows.write_result(args, extent, kv_head, kHalf, total);
@@ -259,11 +254,22 @@ __global__ void __launch_bounds__(Shape::kLaunchThreads, 1)
                 if ((!edge || step == edge_steps - 1) && rows.lane == 0) arrive(empty + stage);
             }
             named_barrier<Shape::kThreads>(1);  // both warpgroups are done with the ring
-            // Each warpgroup finishes one half of the rows.
+            // Each warpgroup finishes one half of the rows and gives the other away. One barrier for both.
+            constexpr int kGiven = RowAccumulator<Shape>::kExchanged * 128;
+            float2 *gives = reinterpret_cast<float2*>(shared) + key_group * kGiven,
+                   *takes = reinterpret_cast<float2*>(shared) + (1 - key_group) * kGiven;
+            const float totals[2] = {rows.row_sum(0), rows.row_sum(1)};
             if (key_group == 0) {
-                finish_half<Shape, 0>(rows, args, extent, kv_head, joins, shared, row_stats);
+                rows.give(1, totals[1], gives);
             } else {
-                finish_half<Shape, 1>(rows, args, extent, kv_head, joins, shared, row_stats);
+                rows.give(0, totals[0], gives);
+            }
+            named_barrier<Shape::kThreads>(1);
+            char* partials = shared + Shape::kExchangeBytes;
+            if (key_group == 0) {
+                finish_half<Shape, 0>(rows, args, extent, kv_head, joins, totals[0], takes, partials, row_stats);
+            } else {
+                finish_half<Shape, 1>(rows, args, extent, kv_head, joins, totals[1], takes, partials, row_stats);
             }
         }
         if (joins)

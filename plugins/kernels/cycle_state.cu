@@ -109,7 +109,7 @@ int32_t dflash_cycle_gather(const dflash_cycle_gather_params* params, dflash_str
     const int32_t status =
         check_batch("cycle_gather", params->struct_size, sizeof(*params), params->batch, params->block_size);
     if (status != DFLASH_OK || params->batch == 0) return status;
-    launch_overlapped(gather_state, dim3(params->batch), kThreads, static_cast<cudaStream_t>(stream), *params);
+    launch_overlapped(gather_state, dim3(params->batch), kThreads, 0, static_cast<cudaStream_t>(stream), *params);
     return check_launch("cycle_gather");
 }
 
@@ -121,7 +121,7 @@ int32_t dflash_block_rows(const int64_t* page_table, int64_t page_stride, int32_
                     block_size, page_tokens, pages);
     const int rows = batch * block_size;
     if (rows == 0) return DFLASH_OK;
-    launch_overlapped(place_rows, dim3(blocks_for(rows)), kThreads, static_cast<cudaStream_t>(stream), page_table,
+    launch_overlapped(place_rows, dim3(blocks_for(rows)), kThreads, 0, static_cast<cudaStream_t>(stream), page_table,
                       page_stride, pages, context_lengths, lengths, rows, block_size, page_tokens, positions, slots);
     return check_launch("block_rows");
 }
@@ -130,7 +130,7 @@ int32_t dflash_cycle_cut(const dflash_cycle_cut_params* params, dflash_stream st
     const int32_t status =
         check_batch("cycle_cut", params->struct_size, sizeof(*params), params->batch, params->block_size);
     if (status != DFLASH_OK || params->batch == 0) return status;
-    launch_overlapped(cut_results, dim3(blocks_for(int64_t(params->batch) * 32)), kThreads,
+    launch_overlapped(cut_results, dim3(blocks_for(int64_t(params->batch) * 32)), kThreads, 0,
                       static_cast<cudaStream_t>(stream), *params);
     return check_launch("cycle_cut");
 }
@@ -139,7 +139,7 @@ int32_t dflash_cycle_publish(const dflash_cycle_publish_params* params, dflash_s
     const int32_t status =
         check_batch("cycle_publish", params->struct_size, sizeof(*params), params->batch, params->block_size);
     if (status != DFLASH_OK || params->batch == 0) return status;
-    launch_overlapped(publish_state, dim3(blocks_for(params->batch)), kThreads, static_cast<cudaStream_t>(stream),
+    launch_overlapped(publish_state, dim3(blocks_for(params->batch)), kThreads, 0, static_cast<cudaStream_t>(stream),
                       *params);
     return check_launch("cycle_publish");
 }

@@ -38,9 +38,11 @@ class NetworkSession:
         runner: computes the networks. device: of every tensor. dtype: of caches and features.
         positions: rows of the rotation tables. row_tokens: cache positions that one page takes.
         weight_bytes: what the runner's weights take on the device, for the memory plan.
+
+    Attributes:
+        uses_kernels: false: the runtime's own kernels do not know the tensors of these networks.
     """
 
-    # Logits are float32 and passes are not recorded from outside.
     uses_kernels = False
 
     def __init__(
@@ -69,10 +71,6 @@ class NetworkSession:
         self._target_rope = _rotary_inputs(target_config, positions, device)
         self._drafter_rope = {} if drafter_config is None else _rotary_inputs(drafter_config, positions, device)
 
-    def weight_bytes(self) -> int:
-        """Bytes of the runner's weights."""
-        return self._weight_bytes
-
     def cache_bytes_per_page(self) -> int:
         """Bytes of one page over both caches and all layers."""
         heads = self.target_config.num_layers * self.target_config.num_kv_heads * self.target_config.head_dim
@@ -80,6 +78,10 @@ class NetworkSession:
             drafter = self.drafter_config
             heads += drafter.num_layers * drafter.num_kv_heads * drafter.head_dim
         return 2 * heads * self._row_tokens * self.dtype.itemsize
+
+    def weight_bytes(self) -> int:
+        """Bytes of all weights on the device; what is shared counts once."""
+        return self._weight_bytes
 
     def _cache_shape(self, pages: int, kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """Shape of K or V of one layer with ``pages`` pages, the scratch page among them."""

@@ -27,7 +27,7 @@ class PagedSession(NetworkSession):
     Args:
         target_config, drafter_config: what runs. limits: the engine's.
         runner: computes the networks. device: of every tensor. dtype: of caches and features.
-        weight_bytes: what the runner's weights take on the device.
+        weight_bytes: what the runner's weights take on the device, for the memory plan.
     """
 
     def __init__(

@@ -28,8 +28,8 @@ class BoundWeights:
         self.copied_bytes = 0
 
     @property
-    def device_bytes(self) -> int:
-        """Bytes of what was bound so far, copies included."""
+    def loaded_bytes(self) -> int:
+        """Bytes on the device: every tensor once, and copies of those at odd addresses."""
         return sum(tensor.nbytes for tensor in self._loaded.values()) + self.copied_bytes
 
     def bind(self, bindings: Iterable[WeightBinding]) -> dict[str, Tensor]:

@@ -70,9 +70,9 @@ def open_tensorrt_session(engine: EngineDirectory, device: torch.device, *, grap
     weights = BoundWeights(tensors, device)
     plan_bytes = {network: (engine.path / plan.file).read_bytes() for network, plan in plans.items()}
     plain = PlanRunner(library, plans, plan_bytes, weights, device)
-    # A plan with its weights inside takes about its own size.
-    weight_bytes = weights.device_bytes + sum(map(len, plan_bytes.values()))
-    return network_session(engine, GraphedRunner(plain) if graphs else plain, device, weight_bytes=weight_bytes)
+    inside = sum(plan.weight_bytes for plan in plans.values()) if facts.weights == "embedded" else 0
+    runner = GraphedRunner(plain) if graphs else plain
+    return network_session(engine, runner, device, weight_bytes=weights.loaded_bytes + inside)
 
 
 def network_session(
