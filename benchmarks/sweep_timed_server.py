@@ -1,4 +1,4 @@
-"""An OpenAI endpoint that only sleeps: what two load generators say of it can be compared on any machine, however busy."""
+"""An OpenAI endpoint that only sleeps: two load generators can be compared on it on any machine, however busy."""
 
 from __future__ import annotations
 
