@@ -20,7 +20,8 @@ def speed_figures(
     messages = load_prompts(prompts_file, count)
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     model = load_reference_target()
-    with LLM(engines, speculation="on") as speculative, LLM(engines, speculation="off") as plain:
+    plainly = {"prefix_cache": False}  # repeats must cost what the first one did
+    with LLM(engines, speculation="on", **plainly) as speculative, LLM(engines, speculation="off", **plainly) as plain:
         prompts = [plain.encode(message) for message in messages]
 
         def singly(llm: LLM) -> int:

@@ -55,3 +55,21 @@ class RequestError(DFlashError):
         self.field = field
         self.value = value
         self.allowed = allowed
+
+
+class QueueFullError(DFlashError):
+    """As many requests wait as may; nothing is wrong with this one.
+
+    Args:
+        waiting: requests that wait. max_queue: how many may. retry_after_s: when a place is likely to be free, seconds.
+    """
+
+    def __init__(self, waiting: int, max_queue: int, retry_after_s: float) -> None:
+        super().__init__(
+            f"queue: got {waiting} waiting requests, expected fewer than max_queue={max_queue}; "
+            f"try again in {retry_after_s:.0f} s",
+            hint="send fewer requests at a time, or allow a longer queue",
+        )
+        self.waiting = waiting
+        self.max_queue = max_queue
+        self.retry_after_s = retry_after_s

@@ -16,7 +16,7 @@ extern "C" {
 #endif
 
 // Raised whenever a struct or a signature in this header changes meaning; the Python loader insists on equality.
-#define DFLASH_ABI_VERSION 1
+#define DFLASH_ABI_VERSION 2
 
 #define DFLASH_EXPORT __attribute__((visibility("default")))
 
@@ -82,6 +82,11 @@ typedef struct dflash_attention_params {
     int64_t q_stride, out_stride, block_stride, page_table_stride;
     void* workspace;  // at least dflash_attention_workspace_bytes; contents need no initialisation
     int64_t workspace_bytes;
+    // 1: no launch since the last one that was not allowed to overlap the launch in front of it writes an index tensor
+    // or a row of the caches below context_lengths. The kernel may then start to read those before the launch in front
+    // has finished; queries, block rows and later cache rows may still come from it.
+    int32_t context_settled;
+    int32_t reserved;
 } dflash_attention_params;
 
 // Bytes of workspace that dflash_attention needs for these shapes on the current device (pointers are not read), or

@@ -2,6 +2,7 @@
 // logits. The filters (accept_filter.cu) and the draw (accept_draw.cu) then touch the logits only where they must.
 #include "accept_state.cuh"
 #include "launch.h"
+#include "overlapped_launch.cuh"
 #include "select_dispatch.h"
 
 namespace dflash {
@@ -10,6 +11,7 @@ namespace {
 template <typename T>
 __global__ void __launch_bounds__(kChunkThreads, 4)
     summarise_chunks(dflash_accept_params p, AcceptWorkspace workspace) {
+    wait_for_previous_launch();
     __shared__ SelectStorage storage;
     __shared__ float warp_sums[kChunkThreads / 32];
     const int chunk = blockIdx.x, chunks = gridDim.x;
@@ -17,6 +19,7 @@ __global__ void __launch_bounds__(kChunkThreads, 4)
     if (!row_exists(p, request, row)) return;
 
     const ChunkValues<T> values(logit_row<T>(p, request, row), chunk, chunks);
+    let_next_launch_start();
     const float temperature = p.temperatures[request];
     // Only filters look below the best token.
     const int count = temperature > 0.0f && is_filtered(p, request) ? kListKeys : 1;
@@ -88,7 +91,7 @@ int32_t dflash_accept(const dflash_accept_params* params, dflash_stream stream) 
     const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
     return dispatch_dtype("accept", p.dtype, [&](auto zero) {
         using T = decltype(zero);
-        summarise_chunks<T><<<dim3(chunks, rows), kChunkThreads, 0, cuda_stream>>>(p, workspace);
+        launch_overlapped(summarise_chunks<T>, dim3(chunks, rows), kChunkThreads, 0, cuda_stream, p, workspace);
         launch_row_filter<T>(p, chunks, workspace, cuda_stream);
         launch_accept_draw<T>(p, chunks, workspace, cuda_stream);
         return check_launch("accept");

@@ -327,6 +327,7 @@ template <typename T>
 __global__ void __launch_bounds__(kFilterThreads, 2)
     filter_rows(dflash_accept_params p, int chunks, AcceptWorkspace workspace) {
     wait_for_previous_launch();
+    let_next_launch_start();
     __shared__ FilterStorage storage;
     __shared__ ScanStorage scan;
     const int request = blockIdx.x / p.block_size, row = blockIdx.x % p.block_size;
@@ -385,7 +386,7 @@ __global__ void __launch_bounds__(kFilterThreads, 2)
 
 template <typename T>
 void launch_row_filter(const dflash_accept_params& p, int chunks, AcceptWorkspace workspace, cudaStream_t stream) {
-    launch_overlapped(filter_rows<T>, p.batch * p.block_size, kFilterThreads, stream, p, chunks, workspace);
+    launch_overlapped(filter_rows<T>, p.batch * p.block_size, kFilterThreads, 0, stream, p, chunks, workspace);
 }
 
 template void launch_row_filter<float>(const dflash_accept_params&, int, AcceptWorkspace, cudaStream_t);

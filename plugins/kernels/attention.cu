@@ -1,9 +1,10 @@
-// Host side of dflash_attention: validation, the choice of tile and splits, and the launch that joins the splits.
-#include <algorithm>
+// Host side of dflash_attention: validation, arguments, and the launch that joins the splits.
+#include <cuda.h>
+
 #include <cmath>
 
 #include "attention_extent.cuh"
-#include "attention_variant.h"
+#include "attention_plan.h"
 #include "launch.h"
 
 namespace dflash {
@@ -13,7 +14,6 @@ DFLASH_REGISTER_KERNEL(attention, "attention");
 namespace {
 
 constexpr int kCombineWarps = 4;
-constexpr int kMaxSplits = 128;
 constexpr float kLog2E = 1.4426950408889634f;
 
 // kRowWarps warps per query row: they take turns over the row's splits, four dimensions per lane.
@@ -112,13 +112,6 @@ auto combine_kernel(int splits) {
     return splits <= 8 ? combine_splits<T, 1> : combine_splits<T, 4>;
 }
 
-struct Plan {
-    const AttentionVariant* variant;
-    int row_tiles, splits, stages, shared_bytes;
-    bool join_in_cluster;
-    int64_t workspace_bytes, partial_floats;
-};
-
 bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
 int32_t check_shapes(const dflash_attention_params& p) {
@@ -164,91 +157,31 @@ int32_t check_pointers(const dflash_attention_params& p) {
     return DFLASH_OK;
 }
 
-// The smallest tile of `all` that holds `rows`, else the largest there is; null without the type or head size.
-const AttentionVariant* smallest_holding(const AttentionVariants& all, const dflash_attention_params& p, int rows) {
-    const AttentionVariant* best = nullptr;
-    for (int i = 0; i < all.count; ++i) {
-        const AttentionVariant& variant = all.first[i];
-        if (variant.dtype != p.dtype || variant.kv_dtype != p.kv_dtype || variant.head_dim != p.head_dim) continue;
-        best = &variant;
-        if (best->rows >= rows) break;
-    }
-    return best;
-}
-
-const AttentionVariant* choose_variant(const dflash_attention_params& p, int rows, int device) {
-    int major = 0;
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    if (major == 9)
-        if (const AttentionVariant* hopper = smallest_holding(attention_variants_hopper(), p, rows)) return hopper;
-    const bool half = p.dtype == DFLASH_FLOAT16, float8 = p.kv_dtype == DFLASH_FLOAT8_E4M3;
-    return smallest_holding(float8 ? (half ? attention_variants_float16_float8() : attention_variants_bfloat16_float8())
-                                   : (half ? attention_variants_float16() : attention_variants_bfloat16()),
-                            p, rows);
-}
-
-// Splits that finish soonest, in units of the time of one key tile: whole waves of blocks, each as long as its share
-// of tiles plus filling and draining the pipeline, plus joining the results. The constants were fitted on an H200.
-int choose_splits(int64_t blocks, int64_t slots, int tiles, int limit, bool clusters) {
-    constexpr double kFillAndDrain = 2.5, kJoinInCluster = 0.3, kJoinByLaunch = 1.5;
-    int best = 1;
-    double best_cost = 0.0;
-    for (int splits = 1; splits <= limit; ++splits) {
-        const double waves = static_cast<double>((blocks * splits + slots - 1) / slots);
-        const double share = static_cast<double>(tiles) / splits;
-        const double join = splits == 1 ? 0.0 : splits == kClusterSplits && clusters ? kJoinInCluster : kJoinByLaunch;
-        const double cost = waves * (share + kFillAndDrain) + join;
-        if (splits == 1 || cost < best_cost) best = splits, best_cost = cost;
-    }
-    return best;
-}
-
-int32_t make_plan(const dflash_attention_params& p, Plan& plan) {
-    const int group = p.num_heads / p.num_kv_heads;
-    const int queries = p.block_size > 0 ? p.block_size : p.max_query;
-    int device = 0, shared_of_sm = 0, shared_of_block = 0;
-    if (cudaGetDevice(&device) != cudaSuccess) return check_launch("attention: no CUDA device");
-    const AttentionVariant* variant = choose_variant(p, queries * group, device);
-    if (!variant)
-        return fail(DFLASH_UNSUPPORTED, "attention: head_dim %d, compiled are 64, 80, 96, 128 and 256", p.head_dim);
-    cudaDeviceGetAttribute(&shared_of_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-    cudaDeviceGetAttribute(&shared_of_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    // Two blocks per multiprocessor, so that one streams while the other starts or ends; 4 KB covers their static
-    // shared memory and the driver's reserve.
-    int stages = 5;
-    while (stages > 2 && variant->shared_bytes(stages) > shared_of_sm / 2 - 4096) --stages;
-    plan.variant = variant;
-    plan.stages = stages;
-    plan.shared_bytes = variant->shared_bytes(stages);
-    if (plan.shared_bytes + 2048 > shared_of_block)
-        return fail(DFLASH_UNSUPPORTED, "attention: head_dim %d needs %d bytes of shared memory, the device has %d",
-                    p.head_dim, plan.shared_bytes + 2048, shared_of_block);
-    plan.row_tiles = (queries * group + variant->rows - 1) / variant->rows;
-
-    int64_t keys = static_cast<int64_t>(p.pages_per_request) * p.page_tokens + p.block_size;
-    if (p.window_left >= 0) {
-        const int tile_queries = std::min(queries, (variant->rows + group - 1) / group + 1);
-        keys = std::min<int64_t>(keys, static_cast<int64_t>(p.window_left) + tile_queries + p.block_size);
-    }
-    const int tiles = static_cast<int>((keys + variant->keys - 1) / variant->keys) + 1;
-    const int per_sm = variant->threads <= 128 && plan.shared_bytes + 4096 <= shared_of_sm / 2 ? 2 : 1;
-    const int64_t blocks = static_cast<int64_t>(p.batch) * p.num_kv_heads * plan.row_tiles;
-    // Joining takes one block per row, in the grid's second dimension.
-    const bool joinable = static_cast<int64_t>(queries) * group <= 65535;
-    const int limit = std::max(1, std::min({tiles / kMinTilesPerSplit, joinable ? kMaxSplits : 1,
-                                            p.max_splits > 0 ? p.max_splits : kMaxSplits, 65535 / plan.row_tiles}));
-    plan.splits = p.max_splits > 1 ? limit
-                                   : choose_splits(blocks, int64_t(multiprocessor_count()) * per_sm, tiles, limit,
-                                                   variant->clusters);
-    plan.join_in_cluster = variant->clusters && plan.splits == kClusterSplits;
-    const int64_t partial_rows = plan.splits > 1 && !plan.join_in_cluster ? blocks * plan.splits * variant->rows : 0;
-    plan.partial_floats = partial_rows * p.head_dim;
-    plan.workspace_bytes = plan.partial_floats * 4 + partial_rows * 8;
-    if (int64_t(plan.splits) * plan.row_tiles > 65535)
+// Describes a cache [rows of tokens, kv_heads, head_dim] to the copy engine, in boxes of `keys` rows of one head and 64
+// dimensions, which land in the swizzle that wgmma reads. How many rows there are is the page table's business.
+int32_t describe_cache(const dflash_attention_params& p, const void* cache, int keys, TensorMap& map) {
+    static const auto encode = [] {
+        void* function = nullptr;
+        cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+        return found == cudaDriverEntryPointSuccess ? reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function)
+                                                    : nullptr;
+    }();
+    if (!encode)
         return fail(DFLASH_UNSUPPORTED,
-                    "attention: max_query %d with %d heads per KV head is more than one launch "
-                    "covers; pass the prompt in smaller chunks",
-                    queries, group);
+                    "attention: the driver has no cuTensorMapEncodeTiled, expected CUDA 12 or newer");
+    static_assert(sizeof(TensorMap) == sizeof(CUtensorMap) && alignof(TensorMap) >= alignof(CUtensorMap), "one layout");
+    constexpr cuuint64_t kAllRows = 1ull << 31;
+    const cuuint64_t sizes[] = {cuuint64_t(p.head_dim), cuuint64_t(p.num_kv_heads), kAllRows};
+    const cuuint64_t strides[] = {cuuint64_t(p.head_dim) * 2, cuuint64_t(p.num_kv_heads) * p.head_dim * 2};
+    const cuuint32_t box[] = {64, 1, cuuint32_t(keys)}, steps[] = {1, 1, 1};
+    const auto type = p.dtype == DFLASH_FLOAT16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    const CUresult status = encode(reinterpret_cast<CUtensorMap*>(&map), type, 3, const_cast<void*>(cache), sizes,
+                                   strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (status != CUDA_SUCCESS)
+        return fail(DFLASH_CUDA_ERROR, "attention: the driver refused to describe the cache (CUresult %d)",
+                    int(status));
     return DFLASH_OK;
 }
 
@@ -270,6 +203,7 @@ AttentionArgs make_args(const dflash_attention_params& p, const Plan& plan) {
     args.row_tiles = plan.row_tiles;
     args.stages = plan.stages;
     args.join_in_cluster = plan.join_in_cluster;
+    args.settled = p.context_settled;
     const bool float8 = p.kv_dtype == DFLASH_FLOAT8_E4M3;
     const float scale = p.scale * (float8 ? p.k_scale : 1.0f);
     args.scale_log2 = (p.softcap > 0.0f ? p.softcap : scale) * kLog2E;
@@ -308,22 +242,17 @@ int32_t dflash_attention(const dflash_attention_params* params, dflash_stream st
     if (plan.workspace_bytes > 0 && (!p.workspace || p.workspace_bytes < plan.workspace_bytes))
         return fail(DFLASH_INVALID_ARGUMENT, "attention: workspace of %lld bytes, needs %lld",
                     (long long)(p.workspace ? p.workspace_bytes : 0), (long long)plan.workspace_bytes);
-    const AttentionArgs args = make_args(p, plan);
+    AttentionArgs args = make_args(p, plan);
+    if (plan.variant->tensor_maps) {
+        args.copy_keys = p.page_tokens % 64 == 0 ? 64 : p.page_tokens % 32 == 0 ? 32 : 16;
+        if (int32_t status = describe_cache(p, p.k_cache, args.copy_keys, args.k_map)) return status;
+        if (int32_t status = describe_cache(p, p.v_cache, args.copy_keys, args.v_map)) return status;
+    }
     const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
-    cudaFuncSetAttribute(plan.variant->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes);
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(p.num_kv_heads, plan.row_tiles * plan.splits, p.batch);
-    config.blockDim = dim3(plan.variant->threads);
-    config.dynamicSmemBytes = plan.shared_bytes;
+    Launch launch(*plan.variant, plan.shared_bytes, dim3(p.num_kv_heads, plan.row_tiles * plan.splits, p.batch),
+                  plan.join_in_cluster ? plan.splits : 1);
+    cudaLaunchConfig_t& config = launch.config;
     config.stream = cuda_stream;
-    cudaLaunchAttribute attributes[2];
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim.x = attributes[1].val.clusterDim.z = 1;
-    attributes[1].val.clusterDim.y = plan.splits;
-    config.attrs = attributes;
-    config.numAttrs = plan.join_in_cluster ? 2 : 1;
     cudaLaunchKernelEx(&config, plan.variant->kernel, args);
     if (int32_t status = check_launch("attention")) return status;
     if (plan.splits == 1 || plan.join_in_cluster) return DFLASH_OK;

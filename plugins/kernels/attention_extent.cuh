@@ -5,10 +5,11 @@
 #include <stdint.h>
 
 #include "mma.cuh"
+#include "tensor_copy.cuh"
 
 namespace dflash {
 
-// Fewer keys than this per split cost more in start-up than they win in parallelism.
+// Fewer tiles than this per split cost more in start-up than they win in parallelism.
 constexpr int kMinTilesPerSplit = 2;
 
 struct AttentionArgs {
@@ -18,6 +19,7 @@ struct AttentionArgs {
     int block_size;  // 0: paged mode
     int window_left, window_right;
     int splits, row_tiles, stages;
+    int settled;          // lengths, page table and cached context are older than the launches this one may overlap
     int join_in_cluster;  // the splits of a row tile are one thread block cluster and join before they end
     float scale_log2;     // scale * log2(e), or softcap * log2(e) when soft-capped
     float softcap_scale;  // scale / softcap, or 0
@@ -29,16 +31,26 @@ struct AttentionArgs {
     int64_t q_stride, out_stride, block_stride, page_table_stride;
     float* partial_out;     // [B, kv_heads, row_tiles, splits, rows, head_dim], not normalised
     float2* partial_stats;  // same without head_dim: (reference exponent, sum)
+    // For the copy engine: the caches as [token rows, kv_heads, head_dim], boxes of copy_keys x 1 x 64.
+    TensorMap k_map, v_map;
+    int copy_keys;
 };
 
-// Waits for the launch before this one, if this one was allowed to overlap it: nothing that it wrote may be read
-// earlier. Brings the request's page table into the L2 while the lengths are on their way.
-__device__ __forceinline__ void begin_attention(const AttentionArgs& args, int request) {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+// Returns when the launch before this one is complete, if this one was allowed to overlap it: nothing that it wrote may
+// be read earlier.
+__device__ __forceinline__ void wait_for_launch_in_front() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// Brings the request's page table into the L2 while the lengths are on their way.
+__device__ __forceinline__ void prefetch_page_table(const AttentionArgs& args, int request) {
     const int64_t row_bytes = static_cast<int64_t>(args.pages_per_request) * args.index_bytes;
     const char* row = static_cast<const char*>(args.page_table) + request * args.page_table_stride * args.index_bytes;
     const int64_t offset = static_cast<int64_t>(threadIdx.x) * 128;
     if (offset < row_bytes) asm volatile("prefetch.global.L2 [%0];" ::"l"(row + offset));
+}
+
+__device__ __forceinline__ void begin_attention(const AttentionArgs& args, int request) {
+    wait_for_launch_in_front();
+    prefetch_page_table(args, request);
 }
 
 // The queries and keys of one (request, row tile). Rows of a tile are (query, head of the group), head fastest.

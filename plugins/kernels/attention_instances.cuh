@@ -16,6 +16,8 @@ constexpr AttentionVariant variant() {
             Shape::kRows,
             Shape::kKeys,
             Shape::kThreads,
+            Shape::kThreads <= 128 ? 2 : 1,
+            1,
             false,
             [](int stages) { return Shape::shared_bytes(stages); },
             attention_kernel<Shape>};

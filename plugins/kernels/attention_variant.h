@@ -10,16 +10,20 @@ namespace dflash {
 
 struct AttentionArgs;
 
-// Pairs always find two neighbouring multiprocessors; clusters of four and more left multiprocessors empty (measured:
-// up to 1.4 times slower than a separate launch that joins the splits).
-constexpr int kClusterSplits = 2;
+// Pairs of blocks that share multiprocessors always find room. Larger clusters of such blocks left multiprocessors
+// empty (measured: up to 1.4 times slower than a separate launch that joins the splits); blocks that fill a
+// multiprocessor form clusters of up to 16.
+constexpr int kPairSplits = 2;
+constexpr int kMaxClusterSplits = 16;
 
 struct AttentionVariant {
     int dtype, kv_dtype, head_dim;
     int rows;  // query rows of one tile
     int keys;  // keys of one tile
     int threads;
-    bool clusters;  // can join kClusterSplits splits inside a thread block cluster
+    int blocks_per_multiprocessor;
+    int cluster_limit;  // splits that can be one thread block cluster; 1: none
+    bool tensor_maps;   // reads the caches through AttentionArgs::k_map and v_map
     int (*shared_bytes)(int stages);
     void (*kernel)(AttentionArgs);
 };
@@ -34,7 +38,8 @@ AttentionVariants attention_variants_bfloat16();
 AttentionVariants attention_variants_float16();
 AttentionVariants attention_variants_bfloat16_float8();
 AttentionVariants attention_variants_float16_float8();
-// wgmma kernels: run on compute capability 9.0 only, both types.
+// wgmma kernels: run on compute capability 9.0 only, both types. Of the second kind a block fills a multiprocessor.
 AttentionVariants attention_variants_hopper();
+AttentionVariants attention_variants_hopper_alone();
 
 }  // namespace dflash

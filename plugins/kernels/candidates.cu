@@ -18,7 +18,9 @@ __global__ void __launch_bounds__(kChunkThreads)
                      uint64_t* lists) {
     __shared__ SelectStorage storage;
     const int row = blockIdx.y, chunk = blockIdx.x, chunks = gridDim.x;
+    wait_for_previous_launch();
     ChunkValues<T> values(LogitRow<T>(logits + row * stride, valid_columns), chunk, chunks);
+    let_next_launch_start();
     const auto transform = [=](float value) {
         if (!Transformed) return value;
         value = fmaxf(value * multiplier, -INFINITY);
@@ -44,6 +46,7 @@ __device__ void write_candidates(const uint64_t* best, int row, int count, int64
 __global__ void __launch_bounds__(kMergeThreads)
     merge_chunks(uint64_t* lists, int chunks, int count, int64_t id_offset, float* values, int64_t* ids) {
     wait_for_previous_launch();
+    let_next_launch_start();
     constexpr int kKeys = (kMaxChunks * kMaxCount + kMergeThreads - 1) / kMergeThreads;
     __shared__ SelectStorage storage;
     __shared__ uint64_t best[kMaxCount];
@@ -137,13 +140,13 @@ int32_t dflash_candidates(const dflash_candidates_params* params, dflash_stream 
         using T = decltype(zero);
         const auto kernel =
             p.multiplier != 1.0f || p.softcap > 0.0f ? chunk_candidates<T, true> : chunk_candidates<T, false>;
-        kernel<<<dim3(chunks, p.rows), kChunkThreads, 0, cuda_stream>>>(
-            static_cast<const T*>(p.logits), p.logits_stride, p.valid_columns, p.count, p.multiplier, p.softcap, lists);
+        launch_overlapped(kernel, dim3(chunks, p.rows), kChunkThreads, 0, cuda_stream, static_cast<const T*>(p.logits),
+                          p.logits_stride, p.valid_columns, p.count, p.multiplier, p.softcap, lists);
         return check_launch("candidates");
     });
     if (status != DFLASH_OK) return status;
-    launch_overlapped(merge_chunks, p.rows, kMergeThreads, cuda_stream, lists, chunks, p.count, p.id_offset, p.values,
-                      p.ids);
+    launch_overlapped(merge_chunks, p.rows, kMergeThreads, 0, cuda_stream, lists, chunks, p.count, p.id_offset,
+                      p.values, p.ids);
     return check_launch("candidates merge");
 }
 

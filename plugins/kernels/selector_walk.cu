@@ -7,6 +7,7 @@
 #include "dflash_select.h"
 #include "launch.h"
 #include "ordered_key.cuh"
+#include "overlapped_launch.cuh"
 #include "philox.cuh"
 #include "select_dispatch.h"
 
@@ -122,6 +123,8 @@ __device__ int choose(float score, int count, float temperature, float uniform, 
 template <typename T>
 __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kWalkThreads)
     selector_walk(dflash_walk_params p) {
+    let_next_launch_start();
+    wait_for_previous_launch();
     extern __shared__ __align__(16) int64_t candidate_ids[];  // the walker's copy
     const WalkShape shape{p.positions, p.count, p.rank};
     float* scores = reinterpret_cast<float*>(candidate_ids + (p.positions + 1) / 2 * 2 * p.count);
@@ -232,8 +235,8 @@ int32_t dflash_selector_walk(const dflash_walk_params* params, dflash_stream str
                     p.positions, p.count, p.rank, shared_bytes, limit);
             cudaFuncSetAttribute(selector_walk<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, limit);
         }
-        selector_walk<T>
-            <<<dim3(kClusterBlocks, p.batch), kWalkThreads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(p);
+        launch_overlapped(selector_walk<T>, dim3(kClusterBlocks, p.batch), kWalkThreads, shared_bytes,
+                          static_cast<cudaStream_t>(stream), p);
         return check_launch("selector_walk");
     });
 }

@@ -42,6 +42,7 @@ class Case:
     softcap: float | None = None
     sinks: bool = False
     max_splits: int = 0
+    settled: bool = False
     index_dtype: torch.dtype = torch.int64
     spare_pages: int = 0
     strided_q: bool = False
@@ -82,6 +83,7 @@ def random_case(seed: int) -> Case:
         index_dtype=rng.choice((torch.int64, torch.int32)),
         spare_pages=rng.choice((0, 3, 200)),
         strided_q=rng.random() < 0.3,
+        settled=rng.random() < 0.5,
     )
 
 
@@ -170,6 +172,7 @@ class Problem:
             "k_scale": self.k_scale,
             "v_scale": self.v_scale,
             "max_splits": case.max_splits,
+            "context_settled": case.settled,
             "out": out,
         }
         if case.block:
@@ -360,6 +363,56 @@ def test_one_graph_serves_growing_contexts() -> None:
         expected = torch.empty_like(out)
         run(expected)
         assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 4, 8, 16])
+@pytest.mark.parametrize("page_tokens", [16, 32, 64, 96])
+@pytest.mark.parametrize("context", [4096, 4001])
+def test_one_wave_of_clusters(batch: int, page_tokens: int, context: int) -> None:
+    """Batches whose splits fill the device once: every cluster size there is, whole tiles and ends of tiles."""
+    contexts = tuple(context - 700 * (request % 2) - 3 * request for request in range(batch))
+    case = replace(BLOCK, contexts=contexts, queries=(8,) * batch, kv_heads=8, page_tokens=page_tokens)
+    Problem.draw(case).check()
+    Problem.draw(replace(case, block=0, causal=True, settled=True)).check()
+
+
+def test_a_settled_context_waits_for_queries_and_new_rows() -> None:
+    """The launch in front writes the queries and the newest cache rows; only what is older may be read early."""
+    from trtllm_dflash.ops import cuda_attention
+
+    problem = Problem.draw(replace(PAGED, contexts=(3000, 2990), queries=(8, 8), kv_heads=8, spare_pages=4))
+    heads, kv_heads, head_dim = problem.q.shape[1], 8, 128
+    generator = torch.Generator("cuda").manual_seed(3)
+    rotation = torch.cat((torch.ones(4096, head_dim // 2), torch.zeros(4096, head_dim // 2)), dim=-1).cuda()
+    contexts = torch.tensor((3000, 2990), device="cuda")
+    starts = torch.tensor((0, 8, 16), device="cuda")
+    positions = (contexts[:, None] + torch.arange(8, device="cuda")).view(-1)
+    pages = problem.page_table[torch.arange(2, device="cuda").repeat_interleave(8), positions // 16]
+    slots = pages * 16 + positions % 16
+    qkv = torch.empty(16, (heads + 2 * kv_heads) * head_dim, dtype=torch.bfloat16, device="cuda")
+    out = torch.empty(16, heads, head_dim, dtype=torch.bfloat16, device="cuda")
+    caches = (problem.k_cache, problem.v_cache)
+
+    def run(*, apart: bool) -> None:
+        q = cuda_attention.qk_norm_rope_write(qkv, heads, positions, slots, rotation, None, None, 1e-6, *caches)
+        if apart:
+            torch.cuda.synchronize()
+        cuda_attention.paged_attention(
+            q, *caches, problem.page_table, contexts, starts, 8, scale=problem.scale, context_settled=True, out=out
+        )
+
+    run(apart=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            run(apart=False)
+    for _ in range(20):
+        qkv.normal_(generator=generator)
+        out.fill_(float("nan"))
+        graph.replay()
+        found = out.clone()
+        run(apart=True)
+        assert torch.equal(found, out)
 
 
 def test_unsupported_shapes_are_refused_by_name() -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from collected_streams import Streams
 from tiny_pair import ACTIVE, byte_id
 
 from trtllm_dflash.config.sampling import SamplingParams
@@ -17,29 +18,6 @@ from trtllm_dflash.runtime.llm import LLM
 from trtllm_dflash.runtime.outputs import OutputChunk
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, frequency_penalty=0.4)
-
-
-class Streams:
-    """Collects the chunks of many requests and knows when all have ended."""
-
-    def __init__(self) -> None:
-        self.text: dict[str, str] = {}
-        self.tokens: dict[str, tuple[int, ...]] = {}
-        self.last: dict[str, OutputChunk] = {}
-        self._condition = threading.Condition()
-
-    def add(self, chunk: OutputChunk) -> None:
-        with self._condition:
-            assert chunk.request_id not in self.last, "nothing follows the last chunk"
-            self.text[chunk.request_id] = self.text.get(chunk.request_id, "") + chunk.text
-            self.tokens[chunk.request_id] = self.tokens.get(chunk.request_id, ()) + chunk.token_ids
-            if chunk.finish_reason is not None:
-                self.last[chunk.request_id] = chunk
-                self._condition.notify_all()
-
-    def wait(self, count: int, timeout_s: float = 60.0) -> None:
-        with self._condition:
-            assert self._condition.wait_for(lambda: len(self.last) >= count, timeout_s)
 
 
 def _idle(llm: LLM) -> bool:
@@ -155,7 +133,7 @@ def test_submitting_from_many_threads(tiny_llms: Callable) -> None:
 
 def test_long_prompts_do_not_starve_running_requests(tiny_engines: Callable) -> None:
     """While a queue of prompts is prefilled chunk by chunk, a running request gets tokens after every chunk."""
-    with LLM(tiny_engines("llama-v2", max_num_tokens=16), device="cpu") as llm:
+    with LLM(tiny_engines("llama-v2", max_num_tokens=16), device="cpu", prefix_cache=False) as llm:
         order: list[str] = []
         streams = Streams()
 

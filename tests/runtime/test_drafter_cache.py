@@ -148,8 +148,8 @@ def test_padding_of_short_blocks_changes_no_committed_position(tiny_engines: Cal
     before = [
         tensor.clone() for layer in (*session.target_caches, *session.drafter_caches) for tensor in (layer.k, layer.v)
     ]
-    _, block_lengths = prepare(loop.state, torch.tensor([0]), session.limits.block_size, 4)
-    assert block_lengths.tolist() == [3]
+    rows = prepare(session, loop.state, torch.tensor([0]), session.limits.block_size, 4)
+    assert rows.block_lengths.tolist() == [3]
     draft_verify_cycle(session, loop.state, torch.tensor([0]), session.limits.block_size, 4, loop.mode)
     after = [tensor for layer in (*session.target_caches, *session.drafter_caches) for tensor in (layer.k, layer.v)]
     # Positions 30 .. 32 of slot 0: the last two rows of its first page and the first of its second.

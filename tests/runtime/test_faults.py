@@ -115,6 +115,7 @@ def poisoned_engines(tiny_engines: Callable, tmp_path_factory: pytest.TempPathFa
     return engines
 
 
+@pytest.mark.fault("NaN logits")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_nan_in_a_prompt(tiny_llms: Callable, poisoned_engines: Path, temperature: float) -> None:
     params = replace(GREEDY, temperature=temperature, seed=1)
@@ -129,6 +130,7 @@ def test_nan_in_a_prompt(tiny_llms: Callable, poisoned_engines: Path, temperatur
     assert [outputs[0].token_ids, outputs[2].token_ids] == [expected[0], expected[2]]
 
 
+@pytest.mark.fault("NaN logits")
 @pytest.mark.parametrize("max_tokens", [2, 3, 5, 30])
 def test_nan_in_a_cycle_stays_in_its_request(tiny_llms: Callable, poisoned_engines: Path, max_tokens: int) -> None:
     """The guilty request emits the poisoned token, and with few tokens left its block is padded.
@@ -148,6 +150,7 @@ def test_nan_in_a_cycle_stays_in_its_request(tiny_llms: Callable, poisoned_engin
     assert [output.token_ids for output in outputs[1:]] == expected[1:]
 
 
+@pytest.mark.fault("NaN logits")
 def test_next_owner_of_poisoned_pages_is_unaffected(tiny_llms: Callable, poisoned_engines: Path) -> None:
     """The pool holds one request of this extent, so its pages are taken over whole."""
     innocent = [ACTIVE[n % 16] for n in range(200)]
@@ -156,6 +159,24 @@ def test_next_owner_of_poisoned_pages_is_unaffected(tiny_llms: Callable, poisone
     with LLM(poisoned_engines, device="cpu", kv_cache_tokens=256) as llm:
         assert llm.generate([POISON] * 216, params)[0].finish_reason == "error"
         assert llm.generate(innocent, params)[0].token_ids == expected
+
+
+@pytest.mark.fault("NaN logits")
+def test_a_poisoned_prompt_is_not_cached(tiny_llms: Callable, poisoned_engines: Path) -> None:
+    """It shares its first pages with a healthy prompt, before and after; only the healthy one's pages are kept."""
+    healthy = [ACTIVE[n % 16] for n in range(100)]
+    poisoned = [*healthy[:70], POISON, *healthy[:70]]
+    params = replace(GREEDY, max_tokens=20)
+    expected = tiny_llms("qwen3-v2").generate(healthy, params)[0].token_ids
+    with LLM(poisoned_engines, device="cpu") as llm:
+        assert llm.generate(poisoned, params)[0].finish_reason == "error"
+        assert llm.stats().pages_cached == 0
+        for _ in range(2):
+            assert llm.generate(healthy, params)[0].token_ids == expected
+            assert llm.generate(poisoned, params)[0].finish_reason == "error"
+        # 119 computed positions of the healthy one.
+        assert llm.stats().pages_cached == 3
+        assert _idle(llm)
 
 
 def test_a_callback_that_raises_ends_its_own_request(llm: LLM) -> None:
@@ -181,6 +202,7 @@ def test_generate_raises_what_its_callback_raises(llm: LLM) -> None:
     assert llm.generate("hello d", GREEDY)[0].finish_reason == "length"
 
 
+@pytest.mark.fault("client gone")
 def test_stream_whose_event_loop_is_gone(llm: LLM) -> None:
     """The consumer's loop may be closed before the cancelled request's last chunk is delivered."""
 

@@ -14,12 +14,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
 from trtllm_dflash.config.pairing import BuildLimits
 from trtllm_dflash.config.sampling import SamplingParams
 from trtllm_dflash.errors import RequestError
 from trtllm_dflash.runtime.outputs import EngineStats, OutputChunk, RequestMetrics, TokenLogprobs
+from trtllm_dflash.serving import wire
 from trtllm_dflash.serving.engine_server import EngineServer
+from trtllm_dflash.serving.log_prob_details import TokenBytes
 from trtllm_dflash.serving.process_lifetime import Leash
+from trtllm_dflash.serving.request_fields import ChatRequest
 
 LIMITS = BuildLimits(max_batch_size=16, max_seq_len=2048, max_num_tokens=2048, block_size=8, page_tokens=32)
 PAGES = 64
@@ -32,6 +38,8 @@ class _Request:
     id: str
     params: SamplingParams
     on_chunk: Callable[[OutputChunk], None]
+    priority: int = 0
+    deadline_s: float | None = None
     produced: int = 0
     cancelled: bool = False
     began: float = field(default_factory=time.monotonic)
@@ -54,6 +62,9 @@ class CountingEngine:
         on_chunk: Callable[[OutputChunk], None],
         *,
         request_id: str | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        cache_salt: str | None = None,
     ) -> str:
         tokens = len(prompt.split()) if isinstance(prompt, str) else len(prompt)
         if tokens + 1 > LIMITS.max_seq_len:
@@ -62,7 +73,7 @@ class CountingEngine:
             )
         assert request_id
         with self._lock:
-            self._requests[request_id] = _Request(request_id, params, on_chunk)
+            self._requests[request_id] = _Request(request_id, params, on_chunk, priority, deadline_s)
         return request_id
 
     def cancel(self, request_id: str) -> None:
@@ -90,9 +101,12 @@ class CountingEngine:
 
     def _step(self, request: _Request) -> None:
         limit = request.params.max_tokens or LIMITS.max_seq_len
-        tokens = [] if request.cancelled else list(range(request.produced, min(request.produced + 2, limit)))
+        late = request.deadline_s is not None and time.monotonic() - request.began > request.deadline_s
+        tokens = [] if request.cancelled or late else list(range(request.produced, min(request.produced + 2, limit)))
         request.produced += len(tokens)
-        reason = "cancelled" if request.cancelled else "length" if request.produced >= limit else None
+        reason = (
+            "error" if late else "cancelled" if request.cancelled else "length" if request.produced >= limit else None
+        )
         if reason:
             with self._lock:
                 del self._requests[request.id]
@@ -101,10 +115,22 @@ class CountingEngine:
         cycles = (request.produced + 1) // 2
         accepted = request.produced - cycles
         seconds = time.monotonic() - request.began
+        histogram = (cycles - accepted, accepted, 0, 0, 0, 0, 0, 0)
         metrics = RequestMetrics(
-            1, request.produced, cycles, 7 * cycles, accepted, (), request.produced / max(cycles, 1), 0, 0, seconds
+            1,
+            request.produced,
+            cycles,
+            7 * cycles,
+            accepted,
+            histogram,
+            request.produced / max(cycles, 1),
+            0,
+            0,
+            seconds,
         )
-        log_probs = tuple(TokenLogprobs(token, -0.5) for token in tokens) if request.params.logprobs is not None else ()
+        wanted = request.params.logprobs
+        top = tuple((token, -0.5 - token) for token in range(wanted or 0))
+        log_probs = tuple(TokenLogprobs(token, -0.5, top) for token in tokens) if wanted is not None else ()
         request.on_chunk(
             OutputChunk(
                 request.id,
@@ -112,9 +138,35 @@ class CountingEngine:
                 token_ids=tuple(tokens),
                 logprobs=log_probs,
                 finish_reason=reason,  # type: ignore[arg-type]
+                error="deadline_s: the deadline of the request has passed" if late else None,
+                error_kind="deadline" if late else None,
                 metrics=metrics if reason else None,
             )
         )
+
+
+def render_chat(request: ChatRequest) -> list[int]:
+    """One token per word of the messages; a template that knows two roles."""
+    for message in request.messages:
+        if message.get("role") not in ("user", "assistant"):
+            raise RequestError("chat_messages", message.get("role"), "messages of user and assistant")
+    return [5 for message in request.messages for _ in str(message.get("content")).split()] or [5]
+
+
+def engine_server(engine: CountingEngine, connection: wire.Connection) -> EngineServer:
+    """The real server around the counting engine."""
+    words = {str(number): number for number in range(VOCAB_SIZE)}
+    return EngineServer(
+        engine,
+        connection,
+        limits=LIMITS,
+        eos_token_ids=EOS,
+        vocab_size=VOCAB_SIZE,
+        render_chat=render_chat,
+        token_bytes=TokenBytes(Tokenizer(WordLevel(words, unk_token="0"))),
+        info={"backend": "counting"},
+        speculates=True,
+    )
 
 
 def main() -> None:
@@ -127,7 +179,7 @@ def main() -> None:
         time.sleep(0.05)
     connection = Leash(socket.socket(fileno=arguments.fd))
     engine = CountingEngine(arguments.step_s)
-    EngineServer(engine, connection, limits=LIMITS, eos_token_ids=EOS, vocab_size=VOCAB_SIZE).run()
+    engine_server(engine, connection).run()
 
 
 if __name__ == "__main__":

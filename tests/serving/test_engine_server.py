@@ -11,19 +11,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_engine_process import EOS, LIMITS, VOCAB_SIZE, CountingEngine
+from fake_engine_process import LIMITS, CountingEngine, engine_server
 
 from trtllm_dflash.serving import wire
-from trtllm_dflash.serving.engine_server import EngineServer, merge_deltas, without_paths
+from trtllm_dflash.serving.engine_server import merge_deltas
+from trtllm_dflash.serving.path_redaction import without_paths
 
 
 @pytest.fixture
 def proxy() -> Iterator[wire.Connection]:
     """The proxy's end of a connection to a running server."""
     ours, theirs = socket.socketpair()
-    server = EngineServer(
-        CountingEngine(0.002), wire.Connection(theirs), limits=LIMITS, eos_token_ids=EOS, vocab_size=VOCAB_SIZE
-    )
+    server = engine_server(CountingEngine(0.002), wire.Connection(theirs))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     connection = wire.Connection(ours)
@@ -53,7 +52,8 @@ def test_a_request_streams_to_its_end(proxy: wire.Connection) -> None:
     assert [value for delta in deltas for value in delta.log_probs] == [-0.5] * 5
     assert "".join(delta.text for delta in deltas) == "0 1 2 3 4 "
     assert deltas[-1].finish_reason == "length"
-    assert (deltas[-1].drafted_tokens, deltas[-1].accepted_tokens) == (21, 2)
+    metrics = deltas[-1].metrics
+    assert (metrics["drafted_tokens"], metrics["accepted_tokens"], metrics["block_size"]) == (21, 2, 8)
 
 
 def test_cancel_ends_a_request(proxy: wire.Connection) -> None:
@@ -107,13 +107,14 @@ def test_merging_keeps_order_and_ends() -> None:
     failed = wire.Failed("b", "INTERNAL", "x")
     merged = merge_deltas(
         [
-            wire.Delta("a", "x", [1], [-1.0]),
+            wire.Delta("a", "x", [1], [-1.0], [{"token": "x"}]),
             wire.Delta("b", "y", [2]),
-            wire.Delta("a", "z", [3], [-2.0], "stop", 7, 1),
+            wire.Delta("a", "z", [3], [-2.0], [{"token": "z"}], "stop", {"cycles": 1}),
             failed,
         ]
     )
-    assert merged == [wire.Delta("a", "xz", [1, 3], [-1.0, -2.0], "stop", 7, 1), wire.Delta("b", "y", [2]), failed]
+    whole = wire.Delta("a", "xz", [1, 3], [-1.0, -2.0], [{"token": "x"}, {"token": "z"}], "stop", {"cycles": 1})
+    assert merged == [whole, wire.Delta("b", "y", [2]), failed]
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_neutral_values_of_unsupported_inputs_are_accepted() -> None:
         ("num_return_sequences", 2),
         ("sampling_param_best_of", 2),
         ("return_context_logits", True),
-        ("guided_decoding_guide", "{}"),
+        ("guided_decoding_guide_type", "xml"),
         ("embedding_bias_words", ["a"]),
         ("image_url", "http://x"),
         ("lora_task_id", 3),

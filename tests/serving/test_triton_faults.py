@@ -102,6 +102,7 @@ class Streams:
             thread.join(timeout=30)
 
 
+@pytest.mark.fault("killed")
 def test_killed_engine_is_an_error_at_once_and_the_next_request_is_served(triton: ServerHandle) -> None:
     streams = Streams(triton, 8)
     victim, killed_at = engine_pid(triton), time.monotonic()
@@ -115,6 +116,7 @@ def test_killed_engine_is_an_error_at_once_and_the_next_request_is_served(triton
     assert engine_pid(triton) != victim
 
 
+@pytest.mark.fault("killed")
 def test_frozen_engine_counts_as_dead(triton: ServerHandle) -> None:
     streams = Streams(triton, 2)
     victim, frozen_at = engine_pid(triton), time.monotonic()
@@ -127,6 +129,7 @@ def test_frozen_engine_counts_as_dead(triton: ServerHandle) -> None:
     assert not Path(f"/proc/{victim}").exists()
 
 
+@pytest.mark.fault("killed")
 def test_readiness_is_false_without_an_engine(triton: ServerHandle, hold_file: Path) -> None:
     hold_file.touch()
     try:
@@ -144,6 +147,7 @@ def test_readiness_is_false_without_an_engine(triton: ServerHandle, hold_file: P
     assert triton.client(20).generate("hi", max_tokens=1)["text_output"] == "0 "
 
 
+@pytest.mark.fault("killed")
 def test_killed_stub_restarts_the_server(triton: ServerHandle) -> None:
     """Triton itself would leave the requests hanging and keep saying that it is ready."""
     streams = Streams(triton, 2)

@@ -16,6 +16,7 @@ from trtllm_dflash.serving.triton_install import TritonInstall, find_tritonserve
 NOWHERE = TritonInstall(Path("tritonserver"), Path("python"), None, bundled=False)
 
 
+@pytest.mark.fault("port in use")
 def test_a_taken_port_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -127,7 +127,8 @@ BAD_INPUTS = [
     ({"text_input": "x", "repetition_penalty": 0.0}, "repetition_penalty: got 0.0"),
     ({"text_input": "x", "beam_width": 4}, "beam_width: got 4, expected 1"),
     ({"text_input": "x", "num_return_sequences": 2}, "num_return_sequences: got 2, expected 1"),
-    ({"text_input": "x", "guided_decoding_guide": "{}"}, "guided_decoding_guide: got '{}'"),
+    ({"text_input": "x", "guided_decoding_guide": "{}"}, "guided_decoding_guide_type: got None, expected one of json"),
+    ({"text_input": "x", "guided_decoding_guide_type": "regex"}, "guided_decoding_guide: got None"),
     ({"text_input": "x", "no_such_input": 1}, "no_such_input: got 1"),
     ({"text_input": "x", "end_id": 5000}, "end_id: got 5000, expected a token id in 0..999"),
 ]

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.serving.client import TritonHttpError, token_ids
+from trtllm_dflash.serving.engine_facts import read_engine_facts
 from trtllm_dflash.serving.repository import deploy
 from trtllm_dflash.serving.tritonserver import ServerHandle, triton_server
+
+if TYPE_CHECKING:
+    from fake_triton import Api
 
 pytestmark = pytest.mark.triton
 
@@ -62,6 +68,79 @@ def test_sixteen_streams_equal_generate(
         expected = [(output.text, list(output.token_ids)) for output in llm.generate(PROMPTS, params)]
     with ThreadPoolExecutor(16) as pool:
         assert list(pool.map(stream, PROMPTS)) == expected
+
+
+@pytest.fixture(scope="module")
+def api(served: ServerHandle) -> Iterator[Api]:
+    pytest.importorskip("fastapi", reason="pip install 'trtllm-dflash[openai]'")
+    from fake_triton import running_gateway
+
+    with running_gateway(served.http_url) as api:
+        yield api
+
+
+def test_chat_over_http_equals_generate(api: Api, engines: Path) -> None:
+    """Template, usage, log probabilities and acceptance are the engine's own, greedy and sampled."""
+    messages = [{"role": "user", "content": "abc"}]
+    for temperature, seed in ((0.0, None), (0.8, 5)):
+        params = SamplingParams(max_tokens=20, temperature=temperature, seed=seed, ignore_eos=True, logprobs=2)
+        with LLM(engines, device="cpu") as llm:
+            (expected,) = llm.generate([messages], params)
+        options = {} if seed is None else {"seed": seed}
+        status, answer, _ = api.chat(
+            "abc", max_tokens=20, temperature=temperature, ignore_eos=True, logprobs=True, top_logprobs=2, **options
+        )
+        assert status == 200, answer
+        (choice,) = answer["choices"]
+        assert choice["message"]["content"] == expected.text
+        assert answer["usage"]["prompt_tokens"] == expected.metrics.prompt_tokens
+        assert answer["usage"]["completion_tokens"] == 20
+        assert expected.logprobs is not None
+        found = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        assert found == pytest.approx([entry.logprob for entry in expected.logprobs], abs=1e-4)
+        content = b"".join(bytes(entry["bytes"]) for entry in choice["logprobs"]["content"])
+        assert content.decode(errors="replace").startswith(expected.text[:5])
+        speculation = answer["metrics"]["speculative_decoding"]
+        assert speculation["mean_acceptance_length"] == pytest.approx(expected.metrics.acceptance_length)
+        assert tuple(speculation["acceptance_histogram"]) == expected.metrics.accepted_histogram
+
+
+def test_samples_of_one_seed_differ_and_repeat(api: Api) -> None:
+    def texts() -> list[str]:
+        choices = api.complete("abc", n=3, seed=9, max_tokens=12, temperature=1.0, ignore_eos=True)[1]["choices"]
+        return [choice["text"] for choice in choices]
+
+    first = texts()
+    assert len(set(first)) == 3
+    assert texts() == first
+
+
+def test_structured_output_over_http(api: Api) -> None:
+    pytest.importorskip("xgrammar", reason="pip install 'trtllm-dflash[structured]'")
+    properties = {"a": {"enum": ["b", "c"]}}
+    schema = {"type": "object", "properties": properties, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    for seed in range(4):
+        status, answer, _ = api.chat("abc", response_format=form, max_tokens=60, temperature=1.0, seed=seed)
+        assert status == 200, answer
+        assert json.loads(answer["choices"][0]["message"]["content"])["a"] in ("b", "c")
+    form["json_schema"]["schema"] = {"type": "no-such-type"}  # type: ignore[index]
+    status, answer, _ = api.chat("abc", response_format=form)
+    assert (status, answer["error"]["param"]) == (400, "response_format")
+
+
+def test_startup_line_says_what_runs(tiny_engines: Callable[..., Path]) -> None:
+    from tiny_pair import PAIRS
+
+    for name, (_, recipe) in PAIRS.items():
+        facts = read_engine_facts(tiny_engines(name))
+        line = facts.startup_line()
+        assert f"speculation DFlash {facts.runs['speculation'][-1]}, block size" in line
+        assert "captured layers" in line
+        assert "windows" in line
+        assert "backend torch" in line
+        assert len(facts.runs["windows"].split()) == recipe.layers
+        assert "max batch size 16" in line
 
 
 def test_limits_are_the_engines(served: ServerHandle) -> None:

@@ -23,7 +23,7 @@ def test_generate_round_trip(identity: str, fields: dict[str, list[object]]) -> 
 
 @given(st.text(), st.lists(st.integers(0, 2**31)), st.sampled_from([None, "stop", "length"]))
 def test_delta_round_trip(text: str, token_ids: list[int], reason: str | None) -> None:
-    message = wire.Delta("1", text, token_ids, [-0.5], reason, 7, 3)
+    message = wire.Delta("1", text, token_ids, [-0.5], [], reason, {"cycles": 3})
     assert wire.decode(wire.encode(message)[4:]) == message
 
 

@@ -15,7 +15,12 @@ PACKAGE = Path(__file__).parents[2] / "trtllm_dflash"
 SOURCES = sorted([*PACKAGE.glob("ops/tensorrt_*.py"), *PACKAGE.glob("engine/tensorrt_*.py")])
 # Variables of these names hold objects of these classes, in the files that build and run.
 OBJECTS = {
-    "ops": {"network": "INetworkDefinition", "_registry": "IPluginRegistry", "creator": "IPluginCreatorV3One"},
+    "ops": {
+        "network": "INetworkDefinition",
+        "_registry": "IPluginRegistry",
+        "registry": "IPluginRegistry",
+        "creator": "IPluginCreatorV3One",
+    },
     "tensorrt_compile": {
         "builder": "Builder",
         "config": "IBuilderConfig",

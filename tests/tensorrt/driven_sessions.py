@@ -88,14 +88,20 @@ def drive(
 
 
 def visible_cache(session: EngineSession, table: Tensor, lengths: Tensor) -> list[Tensor]:
-    """K and V rows of every layer that belong to each request, ``[tokens, kv_heads, head_dim]``."""
+    """K and V of every layer, ``[tokens, kv_heads, head_dim]``: the rows of every request one after the other.
+
+    One tensor for each cache output of the networks. A request alone may be all small values: V of a first token that
+    attention uses as a sink is what is left of large numbers that cancel, and its error is theirs.
+    """
     out = []
     for cache in (*session.target_caches, *session.drafter_caches):  # type: ignore[attr-defined]
         for pool in (cache.k, cache.v):
+            parts = []
             for pages, length in zip(table, lengths.tolist(), strict=True):
                 is_linear = len(pages) == 1 and pool.shape[2] > session.limits.page_tokens
                 rows = pool[pages[0]].transpose(0, 1) if is_linear else pool[pages].flatten(0, 1)
-                out.append(rows[:length])
+                parts.append(rows[:length])
+            out.append(torch.cat(parts))
     return out
 
 

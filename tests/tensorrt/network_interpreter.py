@@ -37,7 +37,6 @@ class NetworkInterpreter:
         self.network = network
         self.constants = constants
         self.collective = collective
-        self.plugins: dict[str, Callable[..., list[Tensor]]] = {}
         self.inputs = {network.get_input(i).name: network.get_input(i) for i in range(network.num_inputs)}
         self.outputs = [network.get_output(i).name for i in range(network.num_outputs)]
         self.attention: dict[str, tuple] = {}

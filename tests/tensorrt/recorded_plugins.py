@@ -7,19 +7,14 @@ the place where the layer would be.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from network_interpreter import NetworkInterpreter, Values
 from torch import Tensor
 
-from trtllm_dflash.engine.plan_weights import BoundWeights
-from trtllm_dflash.engine.session import DraftInputs, DraftOutputs, TargetInputs, TargetOutputs
 from trtllm_dflash.engine.tensorrt_emission import NetworkRequest
-from trtllm_dflash.engine.tensorrt_emit import emit_network
-from trtllm_dflash.model.rope import cos_sin_table
 from trtllm_dflash.ops import torch_attention, torch_select
 from trtllm_dflash.ops.interface import CacheLayer
 
@@ -81,13 +76,15 @@ class RecordedPlugins:
     def _DFlashPagedAttention(self, fields: dict[str, Any], inputs: list[Any]) -> list[tuple[Any, Sequence[int]]]:
         assert set(fields) <= {
             "num_heads", "num_kv_heads", "head_dim", "scale", "block_size", "write_kv", "causal", "window", "softcap",
+            "query_extent",
         }  # fmt: skip
         assert isinstance(fields["scale"], float)
         index = {self.trt.int32, self.trt.int64}
         heads, kv_heads, head_dim = fields["num_heads"], fields["num_kv_heads"], fields["head_dim"]
         if fields.get("write_kv"):
             qkv, k_cache, v_cache, *where = inputs
-            assert len(where) == 4
+            assert len(where) == 5
+            assert fields["query_extent"] == 1
             assert qkv.shape[1] == (heads + 2 * kv_heads) * head_dim
             first, outputs = qkv, [(c.dtype, c.shape) for c in (k_cache, v_cache)]
         else:
@@ -135,12 +132,20 @@ class RecordedPlugins:
 class RecordedInterpreter(NetworkInterpreter):
     """Computes a recorded network: plugin layers by the torch definitions of their operations."""
 
-    def __init__(self, trt: Any, network: RecordedNetwork, constants: Mapping[str, Tensor]) -> None:
-        super().__init__(trt, network.real, constants)
+    def __init__(
+        self,
+        trt: Any,
+        network: RecordedNetwork,
+        constants: Mapping[str, Tensor],
+        collective: Callable[[str, str, Tensor], Tensor] | None = None,
+    ) -> None:
+        super().__init__(trt, network.real, constants, collective)
         self.recorded = network
         proxies = {output.name for layer in network.layers for output in layer.outputs}
         self.inputs = {name: tensor for name, tensor in self.inputs.items() if name not in proxies}
         self.outputs += [tensor.name for tensor in network.extra_outputs]
+        # A plugin may read what a layer before it made, whenever the network's own layers are done with it.
+        self.steps = [(step, []) for step, _ in self.steps]
         self.at: dict[int, list[PluginLayer]] = {}
         for layer in network.layers:
             self.at.setdefault(layer.position, []).append(layer)
@@ -165,12 +170,13 @@ def compute_plugin(layer: PluginLayer, inputs: list[Tensor]) -> list[Tensor]:
         options = {"scale": fields["scale"], "window": fields["window"] or None}
         heads, kv_heads, head_dim = fields["num_heads"], fields["num_kv_heads"], fields["head_dim"]
         if fields.get("write_kv"):
-            qkv, k_cache, v_cache, table, context, starts, slots = inputs
+            qkv, k_cache, v_cache, table, context, starts, slots, extent = inputs
             q, k, v = qkv.view(len(qkv), -1, head_dim).split([heads, kv_heads, kv_heads], 1)
             cache = CacheLayer(k_cache, v_cache)
             torch_attention.write_kv(cache, k, v, slots.long())
             lengths = starts.long()
             longest = int((lengths[1:] - lengths[:-1]).max())
+            assert longest <= len(extent)
             plan = torch_attention.plan_attention(table.long(), context.long(), lengths, longest, None, len(qkv))
             return [torch_attention.paged_attention(plan, q, cache, **options), k_cache, v_cache]
         q, k, v, k_cache, v_cache, table, context, lengths = inputs
@@ -195,83 +201,11 @@ def compute_plugin(layer: PluginLayer, inputs: list[Tensor]) -> list[Tensor]:
     return [tokens, q_rows]
 
 
-class RecordedSession:
-    """The part of ``EngineSession`` that runs passes, over recorded networks and paged caches."""
-
-    def __init__(self, request: NetworkRequest) -> None:
-        request = replace(
-            request,
-            lowering="plugin",
-            plugins=RecordedPlugins(request.library.trt),
-            new_definition=lambda builder: RecordedNetwork(builder.create_network(0)),
-        )
-        self.target_config, self.drafter_config = request.target_config, request.drafter_config
-        self.limits, self.dtype = request.limits, request.dtype
-        tensors = {"target": request.target, "drafter": request.drafter or {}}
-        weights = BoundWeights(tensors, torch.device("cpu"))
-        self.networks: dict[str, RecordedInterpreter] = {}
-        self.weights: dict[str, dict[str, Tensor]] = {}
-        self.emitted = {}
-        for name in request.networks:
-            emitted = emit_network(request, name)
-            self.emitted[name] = emitted
-            self.networks[name] = RecordedInterpreter(request.library.trt, emitted.network, emitted.writer.constants)
-            self.weights[name] = weights.bind(emitted.bindings)
-        positions = self.limits.max_seq_len + self.limits.block_size
-        self.rope = {
-            network: dict(zip(("rotary_cos", "rotary_sin"), cos_sin_table(rope, positions).chunk(2, -1), strict=True))
-            for network, rope in (
-                ("target", self.target_config.rope),
-                ("inject", request.drafter_facts.rope),
-                ("draft", request.drafter_facts.rope),
-            )
-        }
-
-    def allocate_caches(self, num_pages: int) -> None:
-        def layers(config: Any) -> list[CacheLayer[Tensor]]:
-            shape = (num_pages + 1, self.limits.page_tokens, config.num_kv_heads, config.head_dim)
-            return [
-                CacheLayer(torch.zeros(shape, dtype=self.dtype), torch.zeros(shape, dtype=self.dtype))
-                for _ in range(config.num_layers)
-            ]
-
-        self.target_caches, self.drafter_caches = layers(self.target_config), layers(self.drafter_config)
-
-    def _run(self, network: str, caches: list[CacheLayer[Tensor]], **inputs: Tensor) -> Values:
-        bound = {name: t.int() if t.dtype == torch.int64 else t for name, t in inputs.items()}
-        for layer, cache in enumerate(caches):
-            bound |= {f"k_cache.{layer}": cache.k, f"v_cache.{layer}": cache.v}
-        return self.networks[network].run({**bound, **self.rope[network], **self.weights[network]})
-
-    def target(self, inputs: TargetInputs) -> TargetOutputs:
-        rows = torch.arange(len(inputs.input_ids)) if inputs.logit_rows is None else inputs.logit_rows
-        outputs = self._run(
-            "target",
-            self.target_caches,
-            input_ids=inputs.input_ids,
-            positions=inputs.positions,
-            slots=inputs.slots,
-            page_table=inputs.page_table,
-            context_lengths=inputs.context_lengths,
-            query_starts=inputs.query_starts,
-            logit_rows=rows,
-        )
-        return TargetOutputs(outputs["logits"], outputs["features"])
-
-    def inject(
-        self, features: Tensor, positions: Tensor, slots: Tensor, *, queries_per_request: int | None = None
-    ) -> None:
-        self._run("inject", self.drafter_caches, features=features, positions=positions, slots=slots)
-
-    def draft(self, inputs: DraftInputs, block_size: int) -> DraftOutputs:
-        outputs = self._run(
-            "draft",
-            self.drafter_caches,
-            anchors=inputs.anchors,
-            context_lengths=inputs.context_lengths,
-            block_lengths=inputs.block_lengths,
-            page_table=inputs.page_table,
-            temperatures=inputs.temperatures,
-            uniforms=inputs.uniforms,
-        )
-        return DraftOutputs(outputs["draft_tokens"], outputs["candidates"], outputs["q_rows"])
+def recorded(request: NetworkRequest) -> NetworkRequest:
+    """``request`` with plugin layers that are recorded."""
+    return replace(
+        request,
+        lowering="plugin",
+        plugins=RecordedPlugins(request.library.trt),
+        new_definition=lambda builder: RecordedNetwork(builder.create_network(0)),
+    )

@@ -22,6 +22,11 @@ def native_limits(block_size: int, *, batch: int = 3, seq_len: int = 200, num_to
     return replace(limits, page_tokens=linear_row_tokens(limits) - block_size)
 
 
+def paged_limits(block_size: int, *, batch: int = 3, seq_len: int = 200, num_tokens: int = 64) -> BuildLimits:
+    """Limits as ``build`` sets them for paged caches, with small pages."""
+    return BuildLimits(batch, seq_len, num_tokens, block_size, 16)
+
+
 def request_of(rtx: TensorRTLibrary, checkpoint: Path, **changes: object) -> NetworkRequest:
     """A native request for rank 0 of a checkpoint."""
     source = open_checkpoint(checkpoint)
@@ -36,7 +41,6 @@ def request_of(rtx: TensorRTLibrary, checkpoint: Path, **changes: object) -> Net
         dtype=getattr(torch, source.target_config.dtype),
         target=source.tensors("target"),
         drafter=None if source.drafter_config is None else source.tensors("drafter"),
-        quantization=source.quantization.algo,
         ranks=source.mapping.tp_size,
     )
     return replace(request, **changes)  # type: ignore[arg-type]

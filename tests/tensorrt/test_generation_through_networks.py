@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from interpreted_session import interpreted_session
-from tensorrt_requests import RequestFactory, native_limits, request_of
+from recorded_plugins import recorded
+from tensorrt_requests import RequestFactory, native_limits, paged_limits, request_of
 
 from trtllm_dflash import SamplingParams
 from trtllm_dflash.engine.tensorrt_emission import NetworkRequest
@@ -35,12 +37,22 @@ def generate(
     return outputs
 
 
+def lowered(request: NetworkRequest, lowering: str, **limits: int) -> NetworkRequest:
+    """The request in a lowering, with limits as ``build`` would set them."""
+    block_size = request.limits.block_size
+    if lowering == "plugin":
+        return recorded(replace(request, limits=paged_limits(block_size, **limits)))
+    return replace(request, limits=native_limits(block_size, **limits))
+
+
+@pytest.mark.parametrize("lowering", ["native", "plugin"])
 @pytest.mark.parametrize("pair", ["llama-v2", "qwen3-v1"])
 def test_more_requests_than_rows(
     tiny_request: RequestFactory,
     tiny_engines: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
     pair: str,
+    lowering: str,
 ) -> None:
     """Seven requests of different lengths share three rows, greedy and sampled, prompts longer than one pass."""
     prompts = ["ab " * n + "the" for n in (1, 40, 5, 2, 13, 30, 3)]
@@ -49,20 +61,22 @@ def test_more_requests_than_rows(
         for n in range(len(prompts))
     ]
     engines = tiny_engines(pair)
-    request = tiny_request(pair, limits=native_limits(tiny_request(pair).limits.block_size, seq_len=256))
+    request = lowered(tiny_request(pair), lowering, seq_len=256)
     expected = generate(engines, prompts, params, monkeypatch)
     found = generate(engines, prompts, params, monkeypatch, request)
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]
     assert [o.metrics.accepted_histogram for o in found] == [o.metrics.accepted_histogram for o in expected]
 
 
+@pytest.mark.parametrize("lowering", ["native", "plugin"])
 def test_demo_pair_32_greedy_tokens(
     rtx: TensorRTLibrary,
     demo_checkpoint: Callable[[str], Path],
     demo_pair: Any,
     monkeypatch: pytest.MonkeyPatch,
+    lowering: str,
 ) -> None:
-    request = request_of(rtx, demo_checkpoint("float32"), limits=native_limits(8, batch=2, seq_len=128))
+    request = lowered(request_of(rtx, demo_checkpoint("float32")), lowering, batch=2, seq_len=128)
     prompts = ["What is the capital of France?", "Count from one to ten in words."]
     params = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
     expected = generate(demo_pair.engines, prompts, params, monkeypatch)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from driven_sessions import Observed, drive, relative_error
 from interpreted_session import interpreted_session
+from quantised_drafters import quantised_drafter
 from tensorrt_requests import RequestFactory, native_limits, request_of
 from torch_reference import torch_session
 
@@ -101,6 +102,15 @@ def test_quantised_weights(
     pair = tiny_pairs("qwen3-v2")
     convert(str(pair.target), str(pair.drafter), tmp_path / "checkpoint", quantization=algorithm)
     check(*observe(request_of(rtx, tmp_path / "checkpoint", weights=weights), 1))
+
+
+@pytest.mark.parametrize("algorithm", ["fp8", "int8", "nvfp4"])
+@pytest.mark.parametrize("pair", ["qwen3-v2", "qwen3-v1"])
+def test_quantised_drafters(tiny_request: RequestFactory, pair: str, algorithm: str) -> None:
+    """Beside a target that is not: each projection says itself how it is stored."""
+    request = tiny_request(pair)
+    assert request.drafter is not None
+    check(*observe(replace(request, drafter=quantised_drafter(request.drafter, algorithm)), 1))
 
 
 def test_demo_pair(rtx: TensorRTLibrary, demo_checkpoint: Callable[[str], Path]) -> None:

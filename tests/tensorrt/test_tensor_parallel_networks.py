@@ -12,7 +12,8 @@ import pytest
 import torch
 from driven_sessions import Observed, drive, relative_error
 from interpreted_session import interpreted_session
-from tensorrt_requests import request_of
+from recorded_plugins import recorded
+from tensorrt_requests import paged_limits, request_of
 from torch import Tensor
 from torch_reference import torch_session
 
@@ -45,9 +46,9 @@ class Ranks:
         return meet
 
 
-@pytest.mark.parametrize("pair", ["llama-v2", "qwen3-v1"])
+@pytest.mark.parametrize(("pair", "lowering"), [("llama-v2", "native"), ("qwen3-v1", "native"), ("llama-v2", "plugin")])
 def test_two_ranks_equal_one(
-    rtx: TensorRTLibrary, tiny_pairs: Callable[[str], Any], tiny_request: Any, tmp_path: Path, pair: str
+    rtx: TensorRTLibrary, tiny_pairs: Callable[[str], Any], tiny_request: Any, tmp_path: Path, pair: str, lowering: str
 ) -> None:
     directories = tiny_pairs(pair)
     convert(str(directories.target), str(directories.drafter), tmp_path / "checkpoint", tp_size=2)
@@ -65,6 +66,8 @@ def test_two_ranks_equal_one(
             target=source.tensors("target", rank),
             drafter=source.tensors("drafter", rank),
         )
+        if lowering == "plugin":
+            request = recorded(replace(request, limits=paged_limits(request.limits.block_size)))
         session = interpreted_session(request, collective=ranks.collective(rank))
         observed[rank] = drive(session, prompts, **arguments)
 

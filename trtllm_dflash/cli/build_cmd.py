@@ -11,7 +11,7 @@ import click
 from trtllm_dflash.cli.progress_bar import plan_progress
 from trtllm_dflash.config.block_size_words import translate_block_size
 from trtllm_dflash.config.typed_json import to_json
-from trtllm_dflash.engine.plan_facts import WeightsMode
+from trtllm_dflash.engine.plan_facts import Lowering, WeightsMode
 
 
 @click.command()
@@ -32,6 +32,17 @@ from trtllm_dflash.engine.plan_facts import WeightsMode
 @click.option("--block-size", type=int, help="Draft block S, anchor included.  [default: the checkpoint's]")
 @click.option("--max-draft-len", type=int, help="The same in TensorRT-LLM's words: S - 1.")
 @click.option("--speculative-num-draft-tokens", type=int, help="The same in SGLang's words: S.")
+@click.option(
+    "--lowering",
+    type=click.Choice(["plugin", "native"]),
+    help="TensorRT: attention, injection and proposals as layers of the plugin library over paged caches, or as "
+    "TensorRT's own layers over linear caches.  [default: plugin for tensorrt, native for tensorrt-rtx]",
+)
+@click.option(
+    "--plugin-library",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The plugin lowering's library.  [default: $TRTLLM_DFLASH_PLUGIN_LIBRARY, or what plugins build made]",
+)
 @click.option(
     "--weights",
     type=click.Choice(["external", "embedded"]),
@@ -60,7 +71,9 @@ def build(
     block_size: int | None,
     max_draft_len: int | None,
     speculative_num_draft_tokens: int | None,
-    weights: str,
+    lowering: Lowering | None,
+    plugin_library: Path | None,
+    weights: WeightsMode,
     target_sm: str | None,
     timing_cache: Path | None,
     dry_run: bool,
@@ -74,6 +87,7 @@ def build(
     Example:
       trtllm-dflash build -c checkpoint -o engines --max-batch-size 32
       trtllm-dflash build -c checkpoint -o engines --backend tensorrt-rtx --target-sm 120
+      trtllm-dflash build -c checkpoint -o engines --backend tensorrt --lowering native
     """
     from trtllm_dflash.engine.build import build as build_engine
     from trtllm_dflash.engine.build_estimate import estimate_build
@@ -91,7 +105,6 @@ def build(
         block_size = translation.block_size
         if translation.line:
             click.echo(translation.line, err=True)
-    chosen: WeightsMode = "embedded" if weights == "embedded" else "external"
     limits_asked = {
         "max_batch_size": max_batch_size,
         "max_seq_len": max_seq_len,
@@ -103,8 +116,10 @@ def build(
         estimate = estimate_build(
             checkpoint,
             backend=backend,
-            weights=chosen,
+            lowering=lowering,
+            weights=weights,
             target_sm=sms,
+            plugin_library=plugin_library,
             gpu_memory_bytes=None if gpu_memory_gb is None else int(gpu_memory_gb * 1e9),
             **limits_asked,
         )
@@ -117,8 +132,10 @@ def build(
             checkpoint,
             output,
             backend=backend,
-            weights=chosen,
+            lowering=lowering,
+            weights=weights,
             target_sm=sms,
+            plugin_library=plugin_library,
             timing_cache=timing_cache,
             force=force,
             progress=progress,
@@ -147,8 +164,9 @@ def build(
     )
     if plans is not None:
         click.echo(
-            f"{plans.package} {plans.version}, SM {', '.join(map(str, plans.target_sm))}, weights {plans.weights}, "
-            f"plans {report.plan_bytes / 1e6:.0f} MB, peak host memory {plans.peak_host_mb:.0f} MB"
+            f"{plans.package} {plans.version}, SM {', '.join(map(str, plans.target_sm))}, lowering {plans.lowering}, "
+            f"weights {plans.weights}, plans {report.plan_bytes / 1e6:.0f} MB, "
+            f"peak host memory {plans.peak_host_mb:.0f} MB"
         )
 
 

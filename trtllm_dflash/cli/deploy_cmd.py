@@ -24,6 +24,9 @@ import click
 )
 @click.option("--device", default=None, help="cpu or cuda:N; default: the first GPU, else the CPU.")
 @click.option(
+    "--prefix-cache/--no-prefix-cache", default=True, show_default=True, help="Compute prompts that begin alike once."
+)
+@click.option(
     "--runtime",
     default="dflash",
     show_default=True,
@@ -43,6 +46,7 @@ def deploy(
     model_name: str,
     max_queue: int,
     device: str | None,
+    prefix_cache: bool,
     runtime: str,
     target: str | None,
     drafter: str | None,
@@ -72,7 +76,15 @@ def deploy(
         return
     if target is not None or drafter is not None:
         raise click.UsageError("--target and --drafter belong to --runtime trtllm: an engine directory has its weights")
-    report = repository.deploy(engines, output, model_name=model_name, max_queue=max_queue, device=device, force=force)
+    report = repository.deploy(
+        engines,
+        output,
+        model_name=model_name,
+        max_queue=max_queue,
+        device=device,
+        prefix_cache=prefix_cache,
+        force=force,
+    )
     limits = dataclasses.asdict(report.facts.limits)
     if as_json:
         facts = {

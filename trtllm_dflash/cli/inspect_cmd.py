@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,6 @@ def _checkpoint_facts(path: Path) -> dict[str, Any]:
 
 
 def _engine_facts(path: Path) -> dict[str, Any]:
-    from dataclasses import asdict
-
     from trtllm_dflash.engine.directory import open_engine_directory
 
     engine = open_engine_directory(path)
@@ -126,7 +125,7 @@ def _plan_facts(engine: Any) -> dict[str, Any]:
                 "plan_bytes": plan.plan_bytes,
                 "weights": f"{plan.weights}, {len(plan.bindings)} inputs, {plan.weight_bytes / 1e6:.1f} MB",
                 "build_s": plan.build_s,
-                "profiles": {p.name: f"rows up to {p.rows}, tokens up to {p.queries}" for p in plan.profiles},
+                "profiles": {p.name: f"requests up to {p.rows}, each up to {p.queries} tokens" for p in plan.profiles},
                 "layers": {entry.name: entry.count for entry in plan.layers},
                 "precisions": {entry.name: entry.count for entry in plan.precisions},
                 "inputs": {t.name: f"{t.dtype} {list(t.shape)}" for t in plan.inputs if "_cache." not in t.name},
@@ -136,10 +135,15 @@ def _plan_facts(engine: Any) -> dict[str, Any]:
         "tensorrt": f"{facts.package} {facts.version}",
         "target_sm": list(facts.target_sm),
         "lowering": facts.lowering,
+        **_plugin_library(facts.plugin_library),
         "cache": f"{facts.cache}, rows of {facts.row_tokens} tokens" if facts.row_tokens else facts.cache,
         "build_peak_host_mb": facts.peak_host_mb,
         "plans": plans,
     }
+
+
+def _plugin_library(library: Any) -> dict[str, Any]:
+    return {} if library is None else {"plugin_library": asdict(library)}
 
 
 def _model_facts(target: Any, drafter: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 
+from trtllm_dflash.config.structured_output import StructuredOutput
 from trtllm_dflash.errors import RequestError
 
 MAX_SEED = 2**64 - 1
@@ -36,7 +37,7 @@ class SamplingParams:
         ignore_eos: the model's own EOS does not end generation.
         seed: in [0, 2^64 - 1]; the same seed gives the same tokens alone or in any batch. None draws one.
         logprobs: number of top alternatives to report beside each chosen token (0 = the chosen one only), or None.
-        structured_output: reserved; must be None.
+        structured_output: the form of the output: ``StructuredOutput`` or a mapping that its ``parse`` takes, or None.
     """
 
     max_tokens: int | None = 256
@@ -56,7 +57,7 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
-    structured_output: None = None
+    structured_output: StructuredOutput | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -87,7 +88,7 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(name, getattr(self, name), "true or false")
         if self.structured_output is not None:
-            raise RequestError("structured_output", self.structured_output, "None (not supported yet)")
+            checked["structured_output"] = StructuredOutput.parse(self.structured_output)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

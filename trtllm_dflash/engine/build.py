@@ -21,7 +21,13 @@ from trtllm_dflash.config.pairing import BuildLimits
 from trtllm_dflash.config.typed_json import to_json
 from trtllm_dflash.engine.directory import FORMAT_VERSION, KIND, Backend
 from trtllm_dflash.engine.plan_build import BuildProgress, PlanOptions, build_plans
-from trtllm_dflash.engine.plan_facts import TensorRTFacts, WeightsMode
+from trtllm_dflash.engine.plan_facts import Lowering, TensorRTFacts, WeightsMode
+from trtllm_dflash.engine.plan_lowering import (
+    check_plan_options,
+    check_plugin_limits,
+    choose_lowering,
+    choose_plugin_library,
+)
 from trtllm_dflash.engine.tensorrt_compile import choose_target_sm
 from trtllm_dflash.engine.tensorrt_emission import linear_row_tokens
 from trtllm_dflash.errors import BuildError, ConfigError
@@ -55,8 +61,10 @@ def build(
     max_seq_len: int | None = None,
     max_num_tokens: int | None = None,
     block_size: int | None = None,
+    lowering: Lowering | None = None,
     weights: WeightsMode = "external",
     target_sm: Sequence[int] = (),
+    plugin_library: Path | None = None,
     timing_cache: Path | None = None,
     force: bool = False,
     progress: BuildProgress | None = None,
@@ -70,9 +78,12 @@ def build(
         max_batch_size: running requests (default 16). max_seq_len: prompt + output (default 4096, at most the
             target's and the drafter's trained length). max_num_tokens: prompt tokens of one pass (default 2048).
         block_size: S, up to the checkpoint's (default: the checkpoint's).
+        lowering: of the special operations in plans: ``plugin`` (layers of the plugin library over paged caches, full
+            TensorRT, its default) or ``native`` (TensorRT's own layers over linear caches).
         weights: of plans: ``external`` leaves them in the rank files and binds them at load, ``embedded`` puts them
             into the plans.
         target_sm: compute capabilities of plans, 10 * major + minor; empty for the backend's default.
+        plugin_library: of the plugin lowering; None takes ``TRTLLM_DFLASH_PLUGIN_LIBRARY`` or the package's own.
         timing_cache: file to read and update, for ``tensorrt``.
         force: replace an engine directory that is there. progress: told (phase, done, total) while plans are built.
 
@@ -84,21 +95,31 @@ def build(
     chosen = choose_backend(backend)
     check_destination(Path(output), force=force)
     source = open_checkpoint(checkpoint)
-    limits = build_limits(source, chosen, max_batch_size, max_seq_len, max_num_tokens, block_size)
+    chosen_lowering = choose_lowering(chosen, lowering, plugin_library)
+    check_plan_options(chosen, weights=weights, target_sm=target_sm, timing_cache=timing_cache)
+    limits = build_limits(source, chosen_lowering, max_batch_size, max_seq_len, max_num_tokens, block_size)
     plans = None
-    if chosen == "torch":
+    if chosen_lowering is None:
         _check_torch_can(source)
     else:
-        plans = plan_options(source, chosen, weights=weights, target_sm=target_sm, timing_cache=timing_cache)
+        plans = plan_options(
+            source,
+            chosen,
+            chosen_lowering,
+            weights=weights,
+            target_sm=target_sm,
+            plugin_library=plugin_library,
+            timing_cache=timing_cache,
+        )
         plans = replace(plans, progress=progress)
     source.verify()
     with_weights = plans is None or plans.weights == "external"
     facts: TensorRTFacts | None = None
     with atomic_directory(Path(output), force=force) as directory:
         for model in ("target",) if source.drafter_config is None else ("target", "drafter"):
-            _write_model(source, model, directory, limits, paged=plans is None, with_weights=with_weights)
+            _write_model(source, model, directory, limits, paged=chosen_lowering != "native", with_weights=with_weights)
         if plans is not None:
-            facts = build_plans(source, directory, limits, plans, row_tokens=linear_row_tokens(limits))
+            facts = build_plans(source, directory, limits, plans)
         if source.tokenizer_dir is None:
             raise ConfigError(
                 f"{source.path}: has no tokenizer, which generation needs",
@@ -154,15 +175,18 @@ def _check_torch_can(source: Checkpoint) -> None:
 def plan_options(
     source: Checkpoint,
     backend: Backend,
+    lowering: Lowering,
     *,
     weights: WeightsMode,
     target_sm: Sequence[int],
+    plugin_library: Path | None,
     timing_cache: Path | None,
 ) -> PlanOptions:
     """Check what is asked of TensorRT before anything is written.
 
     Raises:
-        BuildError: TensorRT is missing, of another version, or cannot do what the checkpoint asks for.
+        BuildError: TensorRT or the plugin library is missing, of another version, or cannot do what the checkpoint
+            asks for.
         ConfigError: a compute capability that it cannot build for, or unknown ``weights``.
     """
     if weights not in ("external", "embedded"):
@@ -170,27 +194,31 @@ def plan_options(
     library = load_tensorrt(check_backend(backend))
     if source.quantization.kv_cache_dtype != "auto":
         raise BuildError(
-            f"{source.path}: converted with --kv-cache-dtype {source.quantization.kv_cache_dtype}; TensorRT's linear "
-            "cache has float32, float16 or bfloat16",
+            f"{source.path}: converted with --kv-cache-dtype {source.quantization.kv_cache_dtype}; caches of TensorRT "
+            "engines have the compute dtype",
             hint="convert with --kv-cache-dtype auto",
         )
+    if lowering == "plugin":
+        check_plugin_limits(source)
     device_sm = None
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         device_sm = 10 * major + minor
+    sms = choose_target_sm(library, target_sm, device_sm=device_sm)
     return PlanOptions(
         backend=library.backend,
         version=library.version,
-        lowering="native",
+        lowering=lowering,
         weights=weights,
-        target_sm=choose_target_sm(library, target_sm, device_sm=device_sm),
+        target_sm=sms,
+        plugin_library=choose_plugin_library(plugin_library, sms) if lowering == "plugin" else None,
         timing_cache=timing_cache,
     )
 
 
 def build_limits(
     source: Checkpoint,
-    backend: Backend,
+    lowering: Lowering | None,
     max_batch_size: int | None,
     max_seq_len: int | None,
     max_num_tokens: int | None,
@@ -212,7 +240,7 @@ def build_limits(
         block_size=_block_size(source.drafter_config, block_size),
         page_tokens=PAGE_TOKENS,
     )
-    if backend == "torch":
+    if lowering != "native":
         return limits
     # A linear cache is a paged cache whose page holds a whole sequence; the block's room at its end is nobody's page.
     return replace(limits, page_tokens=linear_row_tokens(limits) - limits.block_size)

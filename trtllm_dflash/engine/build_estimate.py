@@ -18,15 +18,15 @@ from trtllm_dflash.config.pairing import BuildLimits
 from trtllm_dflash.config.target import TargetConfig
 from trtllm_dflash.engine.build import Backend, build_limits, choose_backend, plan_options
 from trtllm_dflash.engine.plan_build import PLAN_FILES
-from trtllm_dflash.engine.plan_facts import Network, WeightsMode
+from trtllm_dflash.engine.plan_facts import Lowering, Network, WeightsMode
+from trtllm_dflash.engine.plan_lowering import check_plan_options, choose_lowering
 from trtllm_dflash.engine.rank_file import RankFile
-from trtllm_dflash.engine.tensorrt_emission import heads_of_rank, linear_row_tokens, prefill_queries
-from trtllm_dflash.engine.tensorrt_native_emit import row_buckets
+from trtllm_dflash.engine.tensorrt_emission import heads_of_rank, linear_row_tokens, prefill_queries, row_buckets
 
 # Builds of 3 to 52 layers with TensorRT-RTX 1.7: fixed part, and what one layer of one profile adds.
 _PLAN_MB, _PLAN_MB_PER_LAYER, _SELECTOR_MB = 3.0, 0.65, 10.0
-_HOST_MB, _HOST_MB_PER_LAYER = 450.0, 4.5
-_EMBEDDED_HOST_FACTOR = 3.0
+_HOST_MB, _HOST_MB_PER_LAYER = 405.0, 5.5
+_EMBEDDED_HOST_FACTOR = 2.2
 _MB = 1e6
 
 
@@ -46,7 +46,8 @@ class BuildEstimate:
     """What ``build --dry-run`` says. Memory is of one rank, in MB (10^6 bytes).
 
     Attributes:
-        backend, target_sm, weights, limits: what would be built. plans: none for torch.
+        backend, lowering, target_sm, weights, limits: what would be built. plans, lowering: none for torch.
+        plugin_library: the file that the plugin lowering would use, or None.
         host_peak_mb: of the build. weights_mb: on the GPU, embedding and head once.
         target_cache_mb, drafter_cache_mb: of one running request of max_seq_len.
         logits_mb: logits of a verify pass, and their copy. activations_mb: the largest pass, roughly.
@@ -54,6 +55,8 @@ class BuildEstimate:
     """
 
     backend: Backend
+    lowering: Lowering | None
+    plugin_library: str | None
     target_sm: tuple[int, ...]
     weights: WeightsMode
     limits: BuildLimits
@@ -71,7 +74,10 @@ class BuildEstimate:
         """The estimate as text."""
         sms = f", SM {', '.join(map(str, self.target_sm))}" if self.target_sm else ""
         cache = self.target_cache_mb + self.drafter_cache_mb
-        out = [f"backend {self.backend}{sms}, weights {self.weights}, nothing is written"]
+        lowering = "" if self.lowering is None else f", lowering {self.lowering}"
+        out = [f"backend {self.backend}{sms}{lowering}, weights {self.weights}, nothing is written"]
+        if self.plugin_library is not None:
+            out.append(f"  plugin library: {self.plugin_library}")
         for plan in self.plans:
             out.append(
                 f"  {plan.file}: about {plan.plan_mb:.0f} MB, reads {plan.weight_mb:.0f} MB of weights, profiles: "
@@ -102,21 +108,38 @@ def estimate_build(
     max_seq_len: int | None = None,
     max_num_tokens: int | None = None,
     block_size: int | None = None,
+    lowering: Lowering | None = None,
     weights: WeightsMode = "external",
     target_sm: Sequence[int] = (),
+    plugin_library: Path | None = None,
     gpu_memory_bytes: int | None = None,
 ) -> BuildEstimate:
     """Estimate a build without doing it; arguments and errors as in :func:`trtllm_dflash.engine.build.build`."""
     chosen = choose_backend(backend)
     source = open_checkpoint(checkpoint)
-    limits = build_limits(source, chosen, max_batch_size, max_seq_len, max_num_tokens, block_size)
+    chosen_lowering = choose_lowering(chosen, lowering, plugin_library)
+    check_plan_options(chosen, weights=weights, target_sm=target_sm, timing_cache=None)
+    limits = build_limits(source, chosen_lowering, max_batch_size, max_seq_len, max_num_tokens, block_size)
     sms: tuple[int, ...] = ()
     plans: tuple[PlanEstimate, ...] = ()
+    library = None
     target_mb, drafter_mb, shared_mb = _weights(source)
-    if chosen != "torch":
-        sms = plan_options(source, chosen, weights=weights, target_sm=target_sm, timing_cache=None).target_sm
-        plans = _plans(source, limits, weights, target_mb, drafter_mb, shared_mb)
-    tokens = limits.max_seq_len if chosen == "torch" else linear_row_tokens(limits)
+    if chosen_lowering is not None:
+        options = plan_options(
+            source,
+            chosen,
+            chosen_lowering,
+            weights=weights,
+            target_sm=target_sm,
+            plugin_library=plugin_library,
+            timing_cache=None,
+        )
+        sms, library = options.target_sm, options.plugin_library
+        buckets = row_buckets(limits.max_batch_size + (1 if chosen_lowering == "native" else 0))
+        plans = _plans(source, limits, buckets, weights, target_mb, drafter_mb, shared_mb)
+    linear = chosen_lowering == "native"
+    pages = -(-limits.max_seq_len // limits.page_tokens)
+    tokens = linear_row_tokens(limits) if linear else pages * limits.page_tokens
     dtype = getattr(torch, source.target_config.dtype)
     ranks = source.mapping.tp_size
     target_cache = _cache_mb(source.target_config, tokens, dtype, ranks)
@@ -128,16 +151,18 @@ def estimate_build(
     activations = _activations_mb(source.target_config, limits, dtype)
     fits = None
     if gpu_memory_bytes is not None:
-        # The last row of a linear cache, like the last page of a paged one, is scratch.
+        # The last row of a linear cache is scratch; of a paged cache it is one page, which is next to nothing.
         room = gpu_memory_bytes / _MB - resident - logits - activations
-        fits = max(0, int(room // (target_cache + drafter_cache)) - (1 if plans else 0))
+        fits = max(0, int(room // (target_cache + drafter_cache)) - (1 if linear else 0))
     return BuildEstimate(
         backend=chosen,
+        lowering=chosen_lowering,
+        plugin_library=None if library is None else str(library.path),
         target_sm=sms,
         weights=weights,
         limits=limits,
         plans=plans,
-        host_peak_mb=_host_mb(source, limits, plans, weights),
+        host_peak_mb=_host_mb(source, plans, weights),
         weights_mb=resident,
         target_cache_mb=target_cache,
         drafter_cache_mb=drafter_cache,
@@ -166,12 +191,13 @@ def _weights(source: Checkpoint) -> tuple[float, float, float]:
 def _plans(
     source: Checkpoint,
     limits: BuildLimits,
+    buckets: Sequence[int],
     weights: WeightsMode,
     target_mb: float,
     drafter_mb: float,
     shared_mb: float,
 ) -> tuple[PlanEstimate, ...]:
-    verify = tuple(f"verify up to {bucket} rows" for bucket in row_buckets(limits.max_batch_size + 1))
+    verify = tuple(f"verify up to {bucket} rows" for bucket in buckets)
     both = (f"prefill up to {prefill_queries(limits)} tokens", *verify)
     embedded = weights == "embedded"
 
@@ -192,10 +218,10 @@ def _plans(
     return tuple(out)
 
 
-def _host_mb(source: Checkpoint, limits: BuildLimits, plans: tuple[PlanEstimate, ...], weights: WeightsMode) -> float:
+def _host_mb(source: Checkpoint, plans: tuple[PlanEstimate, ...], weights: WeightsMode) -> float:
     if not plans:
         return _HOST_MB
-    profiles = 1 + len(row_buckets(limits.max_batch_size + 1))
+    profiles = len(plans[0].profiles)
     largest = _EMBEDDED_HOST_FACTOR * max(plan.weight_mb for plan in plans) if weights == "embedded" else 0.0
     return _HOST_MB + _HOST_MB_PER_LAYER * source.target_config.num_layers * profiles + largest
 

@@ -10,9 +10,8 @@ Rows whose request is not in the pass get placeholder tokens and write behind th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,25 +19,15 @@ from torch import Tensor
 from trtllm_dflash.config.drafter import DrafterConfig
 from trtllm_dflash.config.pairing import BuildLimits
 from trtllm_dflash.config.target import TargetConfig
-from trtllm_dflash.engine.plan_facts import Network
+from trtllm_dflash.engine.network_session import NetworkRunner, NetworkSession, cache_inputs
 from trtllm_dflash.engine.session import DraftInputs, DraftOutputs, TargetInputs, TargetOutputs
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.model.rope import cos_sin_table
-from trtllm_dflash.ops.interface import CacheLayer
+
+_EVERY_ROW = slice(None)
 
 
-class NetworkRunner(Protocol):
-    """Computes one network on named tensors; knows its weights. Cache outputs share their inputs' memory."""
-
-    def run(self, network: Network, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Outputs by name; cache tensors among ``inputs`` are updated in place."""
-
-    def close(self) -> None:
-        """Release device memory."""
-
-
-class LinearSession:
-    """``EngineSession`` over native networks.
+class LinearSession(NetworkSession):
+    """``EngineSession`` over native networks; caches are ``[rows, kv_heads, row_tokens, head_dim]``.
 
     Args:
         target_config, drafter_config: what runs. limits: the engine's; ``page_tokens`` is a row's usable length.
@@ -65,67 +54,26 @@ class LinearSession:
                 f"{limits.max_seq_len} and blocks of {limits.block_size}",
                 hint="build the engine again",
             )
-        self.target_config = target_config
-        self.drafter_config = drafter_config
-        self.limits = limits
-        self.device = device
-        self.uses_kernels = False
-        self.dtype = dtype
-        self._runner = runner
-        self._row_tokens = row_tokens
-        self._weight_bytes = weight_bytes
+        super().__init__(
+            target_config,
+            drafter_config,
+            limits,
+            runner=runner,
+            device=device,
+            dtype=dtype,
+            positions=row_tokens,
+            row_tokens=row_tokens,
+            weight_bytes=weight_bytes,
+        )
         self._rows = 0
-        self._target_caches: Sequence[CacheLayer[Tensor]] = ()
-        self._drafter_caches: Sequence[CacheLayer[Tensor]] = ()
-        self._target_rope = _rotary_inputs(target_config, row_tokens, device)
-        self._drafter_rope = {} if drafter_config is None else _rotary_inputs(drafter_config, row_tokens, device)
 
-    def cache_bytes_per_page(self) -> int:
-        """Bytes of one row over both caches and all layers."""
-        heads = self.target_config.num_layers * self.target_config.num_kv_heads * self.target_config.head_dim
-        if self.drafter_config is not None:
-            drafter = self.drafter_config
-            heads += drafter.num_layers * drafter.num_kv_heads * drafter.head_dim
-        return 2 * heads * self._row_tokens * self.dtype.itemsize
-
-    def weight_bytes(self) -> int:
-        """Bytes of the runner's weights."""
-        return self._weight_bytes
+    def _cache_shape(self, pages: int, kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        return (pages, kv_heads, self._row_tokens, head_dim)
 
     def allocate_caches(self, num_pages: int) -> None:
-        """Allocate ``num_pages`` rows and the scratch row, zeroed: what is masked must not be NaN."""
+        """See ``EngineSession``: ``num_pages`` rows and the scratch row."""
         self._rows = num_pages + 1
-
-        def layers(config: TargetConfig | DrafterConfig) -> list[CacheLayer[Tensor]]:
-            shape = (self._rows, config.num_kv_heads, self._row_tokens, config.head_dim)
-            return [
-                CacheLayer(
-                    torch.zeros(shape, dtype=self.dtype, device=self.device),
-                    torch.zeros(shape, dtype=self.dtype, device=self.device),
-                )
-                for _ in range(config.num_layers)
-            ]
-
-        self._target_caches = layers(self.target_config)
-        self._drafter_caches = () if self.drafter_config is None else layers(self.drafter_config)
-
-    @property
-    def target_caches(self) -> Sequence[CacheLayer[Tensor]]:
-        """The target's cache layers, each ``[rows, kv_heads, row_tokens, head_dim]``."""
-        return self._target_caches
-
-    @property
-    def drafter_caches(self) -> Sequence[CacheLayer[Tensor]]:
-        """The drafter's cache layers."""
-        return self._drafter_caches
-
-    def clear_pages(self, pages: Sequence[int]) -> None:
-        """Zero whole rows in both caches."""
-        index = torch.tensor(list(pages), dtype=torch.int64, device=self.device)
-        with torch.inference_mode():
-            for cache in (*self._target_caches, *self._drafter_caches):
-                cache.k.index_fill_(0, index, 0)
-                cache.v.index_fill_(0, index, 0)
+        super().allocate_caches(num_pages)
 
     @torch.inference_mode()
     def target(self, inputs: TargetInputs) -> TargetOutputs:
@@ -146,7 +94,7 @@ class LinearSession:
             "key_lengths": self._by_row(rows, inputs.context_lengths + queries, queries),
             "logit_rows": offsets.contiguous(),
         }
-        outputs = self._run_target(placed, slice(None))
+        outputs = self._run_target(placed, _EVERY_ROW)
         logits = outputs["logits"].index_select(0, rows)
         features = self._features(outputs, rows.shape[0] * queries)
         if features.shape[1]:
@@ -178,12 +126,8 @@ class LinearSession:
         return TargetOutputs(torch.cat([logits[index] for index in wanted]), torch.cat(features))
 
     def _run_target(self, placed: dict[str, Tensor], rows: slice) -> Mapping[str, Tensor]:
-        return self._runner.run("target", {**placed, **self._target_rope, **_cache_inputs(self._target_caches, rows)})
-
-    def _features(self, outputs: Mapping[str, Tensor], tokens: int) -> Tensor:
-        if "features" not in outputs:
-            return torch.empty(tokens, 0, dtype=self.dtype, device=self.device)
-        return outputs["features"].reshape(-1, outputs["features"].shape[-1])
+        inputs = {**placed, **self._target_rope, **cache_inputs(self._target_caches, rows)}
+        return self._runner.run("target", inputs, recurring=rows == _EVERY_ROW)
 
     @torch.inference_mode()
     def inject(
@@ -211,7 +155,7 @@ class LinearSession:
             wide,
             self._by_row(rows, places, 0),
             self._by_row(rows, places[:, 0], self.limits.page_tokens),
-            slice(None),
+            _EVERY_ROW,
         )
 
     def _run_inject(self, features: Tensor, positions: Tensor, starts: Tensor, rows: slice) -> None:
@@ -222,8 +166,9 @@ class LinearSession:
                 "positions": positions.to(torch.int32),
                 "write_starts": starts.to(torch.int32),
                 **self._drafter_rope,
-                **_cache_inputs(self._drafter_caches, rows),
+                **cache_inputs(self._drafter_caches, rows),
             },
+            recurring=rows == _EVERY_ROW,
         )
 
     @torch.inference_mode()
@@ -243,20 +188,15 @@ class LinearSession:
                 "temperatures": self._by_row(rows, inputs.temperatures, 0.0),
                 "uniforms": uniforms,
                 **self._drafter_rope,
-                **_cache_inputs(self._drafter_caches, slice(None)),
+                **cache_inputs(self._drafter_caches, _EVERY_ROW),
             },
+            recurring=True,
         )
 
         def mine(name: str) -> Tensor:
             return outputs[name].index_select(0, rows)[:, :proposals]
 
         return DraftOutputs(mine("draft_tokens").long(), mine("candidates").long(), mine("q_rows"))
-
-    def close(self) -> None:
-        """Release caches and plans."""
-        self._target_caches = ()
-        self._drafter_caches = ()
-        self._runner.close()
 
     def _by_row(self, rows: Tensor, values: Tensor, placeholder: Tensor | float) -> Tensor:
         """``values [B, ..]`` at cache rows ``rows [B]`` of ``[rows, ..]``, integers as int32."""
@@ -270,19 +210,6 @@ class LinearSession:
 
     def _int32(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
-
-
-def _rotary_inputs(config: TargetConfig | DrafterConfig, positions: int, device: torch.device) -> dict[str, Tensor]:
-    cos, sin = cos_sin_table(config.rope, positions).chunk(2, dim=-1)
-    return {"rotary_cos": cos.contiguous().to(device), "rotary_sin": sin.contiguous().to(device)}
-
-
-def _cache_inputs(caches: Sequence[CacheLayer[Tensor]], rows: slice) -> dict[str, Tensor]:
-    inputs = {}
-    for layer, cache in enumerate(caches):
-        inputs[f"k_cache.{layer}"] = cache.k[rows]
-        inputs[f"v_cache.{layer}"] = cache.v[rows]
-    return inputs
 
 
 def _runs(slots: list[int]) -> list[tuple[int, int]]:

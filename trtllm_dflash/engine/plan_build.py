@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,9 @@ from trtllm_dflash.config.json_reader import JsonObject, read_json
 from trtllm_dflash.config.pairing import BuildLimits
 from trtllm_dflash.config.typed_json import from_json, to_json
 from trtllm_dflash.engine.plan_facts import Lowering, Network, PlanFacts, TensorRTFacts, WeightsMode
+from trtllm_dflash.engine.plan_lowering import ChosenPluginLibrary
 from trtllm_dflash.engine.plan_worker import PlanJob, job_to_json
+from trtllm_dflash.engine.tensorrt_emission import linear_row_tokens
 from trtllm_dflash.errors import BuildError, EngineError
 from trtllm_dflash.ops.tensorrt_library import TensorRTBackend
 
@@ -34,6 +37,10 @@ PLAN_FILES: dict[Network, str] = {
 }
 """Plan of each network, relative to the engine directory; its facts lie beside it with ``.json`` added."""
 
+# glibc raises its threshold for memory of its own as blocks are freed, and then keeps what the builder frees in
+# fragments between what it still uses: 90 MB of the demo pair's build, more or less of them by chance. A fixed
+# threshold (glibc's own first value) gives such blocks back.
+_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "131072"}
 _WORKER_ENVIRONMENT = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "VIRTUAL_ENV")
 
 _FIRST_DESCRIPTOR = 200
@@ -47,6 +54,7 @@ class PlanOptions:
 
     Attributes:
         backend, version: TensorRT. lowering, weights: see ``plan_facts``. target_sm: compute capabilities.
+        plugin_library: of the plugin lowering, else None.
         timing_cache: file that is read and updated, or None. progress: (phase, done, total) of the builder.
     """
 
@@ -55,19 +63,24 @@ class PlanOptions:
     lowering: Lowering
     weights: WeightsMode
     target_sm: tuple[int, ...]
+    plugin_library: ChosenPluginLibrary | None = None
     timing_cache: Path | None = None
     progress: BuildProgress | None = None
 
 
-def build_plans(
-    source: Checkpoint, directory: Path, limits: BuildLimits, options: PlanOptions, *, row_tokens: int
-) -> TensorRTFacts:
+def build_plans(source: Checkpoint, directory: Path, limits: BuildLimits, options: PlanOptions) -> TensorRTFacts:
     """Build every network of every rank into ``directory`` and write each plan's facts beside it.
+
+    The plugin library is copied beside the plans: they run with the very library they were built with.
 
     Raises:
         BuildError: a network could not be built, with TensorRT's reason and our layer.
     """
     networks: tuple[Network, ...] = ("target",) if source.drafter_config is None else ("target", "inject", "draft")
+    library = options.plugin_library
+    if library is not None:
+        (directory / library.facts.file).parent.mkdir()
+        shutil.copyfile(library.path, directory / library.facts.file)
     peak = 0.0
     for rank in range(source.mapping.tp_size):
         for network in networks:
@@ -84,6 +97,7 @@ def build_plans(
                 file=str((directory / name).absolute()),
                 name=name,
                 timing_cache=None if options.timing_cache is None else str(options.timing_cache.absolute()),
+                plugin_library=None if library is None else str(library.path),
             )
             facts, peak_mb = run_plan_worker(job, options.progress)
             peak = max(peak, peak_mb)
@@ -96,8 +110,9 @@ def build_plans(
         lowering=options.lowering,
         weights=options.weights,
         cache="linear" if options.lowering == "native" else "paged",
-        row_tokens=row_tokens,
+        row_tokens=linear_row_tokens(limits) if options.lowering == "native" else 0,
         peak_host_mb=round(peak, 1),
+        plugin_library=None if library is None else library.facts,
     )
 
 
@@ -123,7 +138,7 @@ def run_plan_worker(job: PlanJob, progress: BuildProgress | None) -> tuple[PlanF
     search = [str(Path(errors.__file__).parents[1]), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     absolute = dict.fromkeys(os.path.abspath(entry) for entry in search)
     environment = {name: os.environ[name] for name in _WORKER_ENVIRONMENT if name in os.environ}
-    environment |= {"PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(absolute)}
+    environment |= {"PYTHONHASHSEED": "0", **_ALLOCATOR, "PYTHONPATH": os.pathsep.join(absolute)}
     command = [sys.executable, *WORKER]
     result: dict[str, Any] | None = None
     with ExitStack() as opened:

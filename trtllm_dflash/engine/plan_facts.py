@@ -52,7 +52,7 @@ class ShapeRange:
 
 @dataclass(frozen=True)
 class ProfileFacts:
-    """An optimisation profile: ``prefill`` or ``verify`` of at most ``rows`` cache rows and ``queries`` tokens each."""
+    """An optimisation profile: ``prefill`` or ``verify`` of at most ``rows`` requests and ``queries`` tokens each."""
 
     name: str
     rows: int
@@ -99,14 +99,31 @@ class PlanFacts:
 
 
 @dataclass(frozen=True)
+class PluginLibraryFacts:
+    """The plugin library that plans need.
+
+    Attributes:
+        file: relative to the engine directory. sha256: of the file. version: of the toolkit that it was compiled from.
+        cuda: toolkit version. sm: compiled GPU architectures, such as ``90a``.
+    """
+
+    file: str
+    sha256: str
+    version: str
+    cuda: str
+    sm: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class TensorRTFacts:
     """The ``tensorrt`` object of an engine directory's config.json.
 
     Attributes:
         package, version: what built the plans. target_sm: compute capabilities, 10 * major + minor.
         lowering, weights: see :class:`PlanFacts`. cache: ``linear`` or ``paged``.
-        row_tokens: tokens of one row of a linear cache. plans: every network of every rank, by rank.
+        row_tokens: tokens of one row of a linear cache; 0 for paged caches.
         peak_host_mb: peak resident memory of the build.
+        plugin_library: of the plugin lowering, else None.
     """
 
     package: str
@@ -117,3 +134,4 @@ class TensorRTFacts:
     cache: Literal["linear", "paged"]
     row_tokens: int
     peak_host_mb: float
+    plugin_library: PluginLibraryFacts | None

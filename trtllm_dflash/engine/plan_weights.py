@@ -27,6 +27,11 @@ class BoundWeights:
         self._loaded: dict[tuple[str, str], Tensor] = {}
         self.copied_bytes = 0
 
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of what was bound so far, copies included."""
+        return sum(tensor.nbytes for tensor in self._loaded.values()) + self.copied_bytes
+
     def bind(self, bindings: Iterable[WeightBinding]) -> dict[str, Tensor]:
         """Input name → tensor. Parts are views; only one that starts at an odd address is copied.
 

@@ -39,6 +39,7 @@ class PlanJob:
         backend, network, lowering, weights: which. checkpoint: checkpoint directory. rank: whose file.
         limits: of the engine. target_sm: compute capabilities. file: plan file to write.
         name: its path in the engine directory. timing_cache: file to start from and to update, or None.
+        plugin_library: file of the plugin lowering's library, else None.
     """
 
     backend: TensorRTBackend
@@ -52,6 +53,7 @@ class PlanJob:
     file: str
     name: str
     timing_cache: str | None
+    plugin_library: str | None = None
 
 
 def make_plan(job: PlanJob, emit_event: Any) -> None:
@@ -65,29 +67,38 @@ def make_plan(job: PlanJob, emit_event: Any) -> None:
     from trtllm_dflash.engine.tensorrt_emission import NetworkRequest
     from trtllm_dflash.engine.tensorrt_emit import emit_network
     from trtllm_dflash.ops.tensorrt_library import load_tensorrt
+    from trtllm_dflash.ops.tensorrt_plugin import RegistryPluginLayers
 
     peak = PeakMemory()
     root = Path(job.checkpoint)
-    target_config, mapping, quantization = read_target_config(root / "target" / "config.json")
+    target_config, mapping, _ = read_target_config(root / "target" / "config.json")
     drafter_file = root / "drafter" / "config.json"
     shapes_only = job.weights == "external"
 
-    def tensors(model: str) -> RankFile:
-        return RankFile(root / model / f"rank{job.rank}.safetensors", shapes_only=shapes_only)
+    files = {
+        model: RankFile(root / model / f"rank{job.rank}.safetensors", shapes_only=shapes_only)
+        for model in (("target", "drafter") if drafter_file.is_file() else ("target",))
+    }
 
+    def release_weights() -> None:
+        # The builder copies embedded weights; the pages they were copied from need not stay.
+        for file in files.values():
+            file.release_pages()
+
+    library = load_tensorrt(job.backend)
     request = NetworkRequest(
-        library=load_tensorrt(job.backend),
+        library=library,
         lowering=job.lowering,
         weights=job.weights,
         target_config=target_config,
         drafter_config=read_drafter_config(drafter_file) if drafter_file.is_file() else None,
         limits=job.limits,
         dtype=getattr(torch, target_config.dtype),
-        target=tensors("target"),
-        drafter=tensors("drafter") if drafter_file.is_file() else None,
-        quantization=quantization.algo,
+        target=files["target"],
+        drafter=files.get("drafter"),
         rank=job.rank,
         ranks=mapping.tp_size,
+        plugins=None if job.plugin_library is None else RegistryPluginLayers(library.trt, job.plugin_library),
     )
     emitted = emit_network(request, job.network)
     cache_file = None if job.timing_cache is None else Path(job.timing_cache)
@@ -95,6 +106,7 @@ def make_plan(job: PlanJob, emit_event: Any) -> None:
         job.target_sm,
         cache_file.read_bytes() if cache_file is not None and cache_file.is_file() else None,
         lambda label, done, total: emit_event({"progress": [label, done, total]}),
+        release_weights,
     )
     plan = compile_plan(
         emitted, Path(job.file), name=job.name, lowering=job.lowering, weights=job.weights, options=options

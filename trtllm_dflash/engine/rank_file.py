@@ -7,9 +7,11 @@ a JSON header of that length (``dtype``, ``shape``, ``data_offsets`` per name) a
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -27,6 +29,7 @@ _DTYPES = {
     "U8": torch.uint8,
 }
 _LONGEST_HEADER = 100_000_000
+_MADV_DONTNEED = 4
 
 
 class RankFile(Mapping[str, torch.Tensor]):
@@ -68,6 +71,18 @@ class RankFile(Mapping[str, torch.Tensor]):
         flat = flat.clone() if offset % dtype.itemsize else flat
         tensor: torch.Tensor = flat.view(dtype).view(shape)
         return tensor
+
+    def release_pages(self) -> None:
+        """Give the file's pages that were read back to the system; whoever reads them again finds them again.
+
+        They count as this process's memory although the system can drop them at any time. Tensors stay valid, but for
+        what was written into them, which nobody does.
+        """
+        if self._storage is not None:
+            with suppress(AttributeError, OSError):
+                libc = ctypes.CDLL(None)
+                libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+                libc.madvise(self._storage.data_ptr(), self._storage.nbytes(), _MADV_DONTNEED)
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries

@@ -36,12 +36,13 @@ class CompileOptions:
 
     Attributes:
         target_sm: compute capabilities, 10 * major + minor. timing_cache: contents of a timing cache to start from.
-        progress: told about the builder's phases.
+        progress: told about the builder's phases. between_steps: called between its steps, on its thread.
     """
 
     target_sm: tuple[int, ...]
     timing_cache: bytes | None = None
     progress: BuildProgress | None = None
+    between_steps: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -113,10 +114,13 @@ def compile_plan(
     started = time.perf_counter()
     config = emitted.builder.create_builder_config()
     _configure(emitted, config, options)
+    if lowering == "plugin":
+        # Layers that write a cache give it back as an output at the same address.
+        config.set_preview_feature(emitted.writer.trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     cache = _attach_timing_cache(emitted, config, options)
-    monitor = None if options.progress is None else _monitor(emitted, options.progress)
-    if monitor is not None:
-        config.progress_monitor = monitor
+    # Named, because TensorRT keeps no reference of its own.
+    monitor = _monitor(emitted, options)
+    config.progress_monitor = monitor
     with file.open("wb") as out:
         # Straight to the file: a plan with embedded weights is never in memory a second time.
         writer = _writer(emitted, out)
@@ -193,8 +197,14 @@ def _writer(emitted: EmittedNetwork, out: BinaryIO) -> Any:
     return Writer()
 
 
-def _monitor(emitted: EmittedNetwork, progress: BuildProgress) -> Any:
+def _monitor(emitted: EmittedNetwork, options: CompileOptions) -> Any:
     trt, label = emitted.writer.trt, emitted.name
+
+    def tell(phase: str, done: int, total: int) -> None:
+        if options.between_steps is not None:
+            options.between_steps()
+        if options.progress is not None:
+            options.progress(f"{label}: {phase}", done, total)
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
@@ -204,15 +214,15 @@ def _monitor(emitted: EmittedNetwork, progress: BuildProgress) -> Any:
         def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
             self._steps[phase_name] = num_steps
             if parent_phase is None:
-                progress(f"{label}: {phase_name}", 0, num_steps)
+                tell(phase_name, 0, num_steps)
 
         def step_complete(self, phase_name: str, step: int) -> bool:
-            progress(f"{label}: {phase_name}", step + 1, self._steps.get(phase_name, 0))
+            tell(phase_name, step + 1, self._steps.get(phase_name, 0))
             return True
 
         def phase_finish(self, phase_name: str) -> None:
             steps = self._steps.pop(phase_name, 0)
-            progress(f"{label}: {phase_name}", steps, steps)
+            tell(phase_name, steps, steps)
 
     return Monitor()
 
@@ -266,6 +276,7 @@ def _profile_facts(emitted: EmittedNetwork) -> tuple[ProfileFacts, ...]:
             for spec in emitted.inputs
             if any(isinstance(dim, str) for dim in spec.shape)
         )
-        rows, queries = profile.ranges.get("B", (1, 1, 1)), profile.ranges.get("S", (1, 1, 1))
+        # Queries of a request are S where they are a dimension of their own, M where rows are packed.
+        rows, queries = profile.ranges["B"], profile.ranges.get("S") or profile.ranges["M"]
         out.append(ProfileFacts(profile.name, rows[2], queries[2], ranges))
     return tuple(out)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from trtllm_dflash.config.drafter import DrafterConfig
-from trtllm_dflash.config.mapping import QuantAlgo
 from trtllm_dflash.config.pairing import BuildLimits
 from trtllm_dflash.config.target import TargetConfig
 from trtllm_dflash.engine.plan_facts import Lowering, Network, TensorFacts, WeightBinding, WeightsMode
@@ -23,6 +22,9 @@ from trtllm_dflash.ops.tensorrt_network import Columns, NetworkTensor, NetworkWr
 from trtllm_dflash.ops.tensorrt_plugin import PluginLayers
 
 _ROW_MULTIPLE = 64
+_FIRST_BUCKET, _BUCKET_GROWTH = 4, 8
+PREFILL_OPTIMUM = 512
+"""Prefill tokens that kernels are chosen for."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class NetworkRequest:
         library: TensorRT. lowering: of the special operations. weights: where weights go.
         target_config, drafter_config: whole models (not one rank's part); no drafter is None.
         limits: of the engine. dtype: compute and cache dtype.
-        target, drafter: this rank's tensors. quantization: of the target's linears. rank, ranks: tensor parallelism.
+        target, drafter: this rank's tensors, plain or quantised. rank, ranks: tensor parallelism.
         plugins: adds plugin layers, for the plugin lowering. new_definition: makes a network of a builder instead of
             ``create_network`` (a recorder that stands in for plugin layers where TensorRT has none).
     """
@@ -47,7 +49,6 @@ class NetworkRequest:
     dtype: torch.dtype
     target: Mapping[str, Tensor]
     drafter: Mapping[str, Tensor] | None
-    quantization: QuantAlgo = "none"
     rank: int = 0
     ranks: int = 1
     plugins: PluginLayers | None = None
@@ -96,7 +97,7 @@ class EmittedNetwork:
 
     Attributes:
         name: which. builder, network: TensorRT's objects. writer: keeps constants alive. log: TensorRT's log.
-        inputs: non-weight inputs. profiles: for them. bindings, weight_bytes: weights. row_tokens: of a linear cache.
+        inputs: non-weight inputs. profiles: for them. sources: weights used. row_tokens: of a linear cache.
     """
 
     name: Network
@@ -106,9 +107,18 @@ class EmittedNetwork:
     log: ErrorLog
     inputs: list[InputSpec] = field(default_factory=list)
     profiles: list[Profile] = field(default_factory=list)
-    bindings: list[WeightBinding] = field(default_factory=list)
-    weight_bytes: int = 0
+    sources: list[TensorRTWeightSource] = field(default_factory=list)
     row_tokens: int = 0
+
+    @property
+    def bindings(self) -> list[WeightBinding]:
+        """What is to be bound to the weight inputs."""
+        return [binding for source in self.sources for binding in source.bindings]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights that the network uses."""
+        return sum(source.weight_bytes for source in self.sources)
 
     def input(self, name: str, dtype: Any, *shape: int | str) -> Columns:
         """Add a non-weight input."""
@@ -138,24 +148,22 @@ class EmittedNetwork:
         tensors = request.target if model == "target" else request.drafter
         if tensors is None:
             raise BuildError(f"network {self.name}: there are no {model} tensors")
-        return TensorRTWeightSource(
+        source = TensorRTWeightSource(
             self.writer,
             model,
             tensors,
             dtype=request.dtype,
             mode=request.weights,
-            quantization=request.quantization if model == "target" else "none",
             row_rank=2 if request.lowering == "native" else 1,
             rank=request.rank,
             ranks=request.ranks,
             vocab_size=request.target_config.vocab_size,
         )
+        self.sources.append(source)
+        return source
 
-    def finish(self, *sources: TensorRTWeightSource) -> EmittedNetwork:
-        """Take over the sources' bindings and see that nothing went wrong unnoticed."""
-        for source in sources:
-            self.bindings.extend(source.bindings)
-            self.weight_bytes += source.weight_bytes
+    def finish(self) -> EmittedNetwork:
+        """See that nothing went wrong unnoticed."""
         self.log.check(f"network {self.name}")
         return self
 
@@ -226,3 +234,17 @@ def linear_row_tokens(limits: BuildLimits) -> int:
 def prefill_queries(limits: BuildLimits) -> int:
     """Tokens of the largest prefill pass of one request."""
     return min(limits.max_num_tokens, limits.max_seq_len)
+
+
+def paged_positions(limits: BuildLimits) -> int:
+    """Positions that a paged engine rotates: a sequence, and a block that may reach past its end."""
+    return limits.max_seq_len + limits.block_size
+
+
+def row_buckets(most: int) -> list[int]:
+    """Largest number of requests of each verify profile; buckets grow eightfold, a short rest joins the last."""
+    buckets, bucket = [], _FIRST_BUCKET
+    while 2 * bucket <= most:
+        buckets.append(bucket)
+        bucket *= _BUCKET_GROWTH
+    return [*buckets, most]

@@ -1,178 +1,114 @@
-"""The three networks in the plugin lowering: packed rows, paged caches that layers update in place."""
+"""The plugin lowering's inputs: packed rows, paged caches that layers update in place."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
+from trtllm_dflash.config.pairing import BuildLimits
 from trtllm_dflash.engine.plan_facts import Network
 from trtllm_dflash.engine.tensorrt_emission import (
+    PREFILL_OPTIMUM,
     EmittedNetwork,
     NetworkRequest,
     Profile,
-    new_network,
-    rank_drafter,
-    rank_target,
-    rotary_inputs,
+    paged_positions,
+    prefill_queries,
+    row_buckets,
 )
+from trtllm_dflash.engine.tensorrt_placement import Placement
 from trtllm_dflash.errors import BuildError
-from trtllm_dflash.model.dflash import draft_network, inject_network
-from trtllm_dflash.model.target import target_network
-from trtllm_dflash.model.weights import drafter_weights, target_weights
+from trtllm_dflash.ops.tensorrt_network import Columns
 from trtllm_dflash.ops.tensorrt_plugin import PluginOps
 
-_PREFILL_OPTIMUM = 512
+# A cache may have more pages than running requests need: pages of prefixes that are kept. Cache tensors are inputs, so
+# a larger maximum takes no memory.
+_MOST_CACHE_OVER_BATCH = 4
 
 
-def emit_plugin(request: NetworkRequest, name: Network) -> EmittedNetwork:
-    """Emit one network.
+class PagedInputs:
+    """``LoweredInputs`` of paged caches (T packed tokens, B requests, P pages of each, C pages of the caches with the
+    scratch page, R logit rows, M most tokens of one request; int32).
 
-    Inputs (T packed tokens, B requests, P pages of each, C pages of the caches with the scratch page, R logit rows;
-    int32 unless said otherwise): see ``docs/tensorrt.md``.
+    Args:
+        request: what is emitted. emitted: the network.
 
     Raises:
-        BuildError: TensorRT or a plugin refused a layer, or this TensorRT has no plugin layers.
+        BuildError: this TensorRT has no plugin layers.
     """
-    emit = {"target": _target, "inject": _inject, "draft": _draft}[name]
-    return emit(request)
 
+    tokens: tuple[int | str, ...] = ("T",)
+    logit_rows: tuple[int | str, ...] = ("R",)
 
-def _operations(request: NetworkRequest, emitted: EmittedNetwork) -> PluginOps:
-    if request.plugins is None or not hasattr(emitted.network, "add_plugin_v3"):
-        raise BuildError(
-            f"network {emitted.name}: {request.library.backend} has no plugin layers",
-            hint="the plugin lowering needs full TensorRT 11 and the compiled plugin library",
+    def __init__(self, request: NetworkRequest, emitted: EmittedNetwork) -> None:
+        if request.plugins is None or not hasattr(emitted.network, "add_plugin_v3"):
+            raise BuildError(
+                f"network {emitted.name}: {request.library.backend} has no plugin layers",
+                hint="the plugin lowering needs full TensorRT 11 and the compiled plugin library",
+            )
+        dtype = emitted.writer.dtype(request.dtype)
+        self.ops = PluginOps(emitted.writer, dtype, ranks=request.ranks, plugins=request.plugins)
+        self.positions = paged_positions(request.limits)
+        self._limits = request.limits
+        self._emitted = emitted
+
+    def _input(self, name: str, *shape: int | str) -> Columns:
+        return self._emitted.input(name, self._emitted.writer.trt.int32, *shape)
+
+    def target(self) -> Placement:
+        """See ``LoweredInputs``. ``query_extent`` says by its length how many queries one request has at most."""
+        return Placement(
+            positions=self._input("positions", "T"),
+            slots=self._input("slots", "T"),
+            page_table=self._input("page_table", "B", "P"),
+            context_lengths=self._input("context_lengths", "B"),
+            query_starts=self._input("query_starts", "Q"),
+            max_query=self._input("query_extent", "M"),
         )
-    return PluginOps(emitted.writer, emitted.writer.dtype(request.dtype), ranks=request.ranks, plugins=request.plugins)
+
+    def inject(self) -> Placement:
+        """See ``LoweredInputs``."""
+        return Placement(positions=self._input("positions", "T"), slots=self._input("slots", "T"))
+
+    def draft(self, context_lengths: Columns, block_lengths: Columns, block_size: int) -> Columns:
+        """See ``LoweredInputs``."""
+        return self._input("page_table", "B", "P")
+
+    def cache_shape(self, kv_heads: int, head_dim: int) -> Sequence[int | str]:
+        """See ``LoweredInputs``."""
+        return ("C", self._limits.page_tokens, kv_heads, head_dim)
+
+    def profiles(self, network: Network) -> list[Profile]:
+        """Verify in buckets of requests, then prefill of any requests within the token budget.
+
+        The session takes the first profile that has room, so the narrow ones stand first.
+        """
+        limits = self._limits
+        batch, block = limits.max_batch_size, limits.block_size
+        pages = pages_per_request(limits)
+        half = max(1, pages // 2)
+        cache = {"C": (2, batch * half + 1, most_pages(limits) + 1), "P": (1, half, pages)}
+        profiles = []
+        smallest = 1
+        for most in row_buckets(batch):
+            rows = (1, most * block, most * block)
+            requests = {"B": (smallest, most, most), "Q": (smallest + 1, most + 1, most + 1)}
+            verify = {"T": rows, "R": rows, "M": (1, block, block), **requests, **cache}
+            profiles.append(Profile(f"verify up to {most}", verify))
+            smallest = most + 1
+        if network != "draft":
+            tokens, longest = limits.max_num_tokens, prefill_queries(limits)
+            optimum = min(PREFILL_OPTIMUM, tokens)
+            requests = {"B": (1, 1, batch), "Q": (2, 2, batch + 1), "R": (1, 1, batch)}
+            packed = {"T": (1, optimum, tokens), "M": (1, min(optimum, longest), longest)}
+            profiles.append(Profile("prefill", {**packed, **requests, **cache}))
+        return profiles
 
 
-def _target(request: NetworkRequest) -> EmittedNetwork:
-    emitted = new_network(request, "target")
-    int32 = request.library.trt.int32
-    config = rank_target(request)
-    ops = _operations(request, emitted)
-    source = emitted.weights(request, "target")
-    ids = emitted.input("input_ids", int32, "T")
-    positions = emitted.input("positions", int32, "T")
-    slots = emitted.input("slots", int32, "T")
-    page_table = emitted.input("page_table", int32, "B", "P")
-    context = emitted.input("context_lengths", int32, "B")
-    starts = emitted.input("query_starts", int32, "Q")
-    logit_rows = emitted.input("logit_rows", int32, "R")
-    table: Any = rotary_inputs(emitted, _positions(request), config.rope.rotary_dim)
-    caches = emitted.caches(request, config.num_layers, _pool(request, config.num_kv_heads, config.head_dim))
-    logits, features = target_network(
-        ops,
-        config,
-        target_weights(config, source),
-        caches,
-        cos_sin=table,
-        input_ids=ids,
-        positions=positions,
-        slots=slots,
-        page_table=page_table,
-        context_lengths=context,
-        query_starts=starts,
-        logit_rows=logit_rows,
-        max_query=0,
-        queries_per_request=None,
-        total_queries=-1,
-        capture_layers=() if request.drafter_config is None else request.drafter_config.target_layer_ids,
-    )
-    emitted.writer.output("logits", ops.whole(logits))
-    if features is not None:
-        emitted.writer.near = "features"
-        emitted.writer.output("features", ops.whole(features))
-    emitted.cache_outputs(ops.updated)
-    emitted.profiles = _profiles(request)
-    return emitted.finish(source)
+def pages_per_request(limits: BuildLimits) -> int:
+    """Pages that one sequence of max_seq_len takes."""
+    return -(-limits.max_seq_len // limits.page_tokens)
 
 
-def _inject(request: NetworkRequest) -> EmittedNetwork:
-    emitted = new_network(request, "inject")
-    int32 = request.library.trt.int32
-    config = rank_drafter(request)
-    ops = _operations(request, emitted)
-    source = emitted.weights(request, "drafter")
-    width = len(config.target_layer_ids) * config.target_hidden_size
-    features = emitted.input("features", emitted.writer.dtype(request.dtype), "T", width)
-    positions = emitted.input("positions", int32, "T")
-    slots = emitted.input("slots", int32, "T")
-    table: Any = rotary_inputs(emitted, _positions(request), config.rope.rotary_dim)
-    caches = emitted.caches(request, config.num_layers, _pool(request, config.num_kv_heads, config.head_dim))
-    inject_network(
-        ops,
-        config,
-        drafter_weights(config, source),
-        caches,
-        cos_sin=table,
-        features=features,
-        positions=positions,
-        slots=slots,
-    )
-    ops.finish_writes()
-    emitted.cache_outputs(ops.updated)
-    emitted.profiles = _profiles(request)
-    return emitted.finish(source)
-
-
-def _draft(request: NetworkRequest) -> EmittedNetwork:
-    emitted = new_network(request, "draft")
-    trt = request.library.trt
-    config = rank_drafter(request)
-    block = request.limits.block_size
-    ops = _operations(request, emitted)
-    source, shared = emitted.weights(request, "drafter"), emitted.weights(request, "target")
-    anchors = emitted.input("anchors", trt.int32, "B")
-    context = emitted.input("context_lengths", trt.int32, "B")
-    lengths = emitted.input("block_lengths", trt.int32, "B")
-    page_table = emitted.input("page_table", trt.int32, "B", "P")
-    temperatures = emitted.input("temperatures", trt.float32, "B")
-    uniforms = emitted.input("uniforms", trt.float32, "B", block - 1)
-    table: Any = rotary_inputs(emitted, _positions(request), config.rope.rotary_dim)
-    caches = emitted.caches(request, config.num_layers, _pool(request, config.num_kv_heads, config.head_dim))
-    head = "lm_head" if shared.has("lm_head.weight") else "transformer.vocab_embedding"
-    emitted.writer.near = "block"
-    tokens, candidates, q_rows = draft_network(
-        ops,
-        config,
-        drafter_weights(config, source),
-        caches,
-        embedding=shared.tensor("transformer.vocab_embedding.weight"),
-        head=shared.linear([head]),
-        cos_sin=table,
-        anchors=anchors,
-        context_lengths=context,
-        block_lengths=lengths,
-        page_table=page_table,
-        temperatures=temperatures,
-        uniforms=uniforms,
-        block_size=block,
-    )
-    emitted.writer.near = "outputs"
-    emitted.writer.output("draft_tokens", ops.whole(tokens))
-    emitted.writer.output("candidates", ops.whole(candidates))
-    emitted.writer.output("q_rows", ops.whole(q_rows))
-    emitted.profiles = [profile for profile in _profiles(request) if profile.name != "prefill"]
-    return emitted.finish(source, shared)
-
-
-def _positions(request: NetworkRequest) -> int:
-    return request.limits.max_seq_len + request.limits.block_size
-
-
-def _pool(request: NetworkRequest, kv_heads: int, head_dim: int) -> tuple[int | str, ...]:
-    return ("C", request.limits.page_tokens, kv_heads, head_dim)
-
-
-def _profiles(request: NetworkRequest) -> list[Profile]:
-    """Prefill of any requests within the token budget, and verify of every running request."""
-    limits = request.limits
-    batch, block = limits.max_batch_size, limits.block_size
-    pages = -(-limits.max_seq_len // limits.page_tokens)
-    half = max(1, pages // 2)
-    pool = (2, batch * half + 1, batch * pages + 1)
-    shared = {"B": (1, batch, batch), "Q": (2, batch + 1, batch + 1), "P": (1, half, pages), "C": pool}
-    tokens = limits.max_num_tokens
-    prefill = {"T": (1, min(_PREFILL_OPTIMUM, tokens), tokens), "R": (1, 1, batch), **shared}
-    verify = {"T": (1, batch * block, batch * block), "R": (1, batch * block, batch * block), **shared}
-    return [Profile("prefill", prefill), Profile("verify", verify)]
+def most_pages(limits: BuildLimits) -> int:
+    """Pages, without the scratch page, that a cache of a paged plan has at most."""
+    return _MOST_CACHE_OVER_BATCH * limits.max_batch_size * pages_per_request(limits)

@@ -12,11 +12,15 @@ from torch import Tensor
 
 from trtllm_dflash.checkpoint.read import RankTensors
 from trtllm_dflash.engine.linear_session import LinearSession
+from trtllm_dflash.engine.network_session import NetworkRunner
+from trtllm_dflash.engine.paged_session import PagedSession
 from trtllm_dflash.engine.plan_build import read_plan_facts
 from trtllm_dflash.engine.plan_facts import Network, PlanFacts, ProfileFacts
 from trtllm_dflash.engine.plan_weights import BoundWeights
+from trtllm_dflash.engine.session import EngineSession
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops.tensorrt_library import ErrorLog, TensorRTLibrary, check_backend, load_tensorrt
+from trtllm_dflash.ops.tensorrt_plugin import plugin_registry
 
 if TYPE_CHECKING:
     from trtllm_dflash.engine.directory import EngineDirectory
@@ -30,14 +34,15 @@ _TORCH_DTYPES = {
 }
 
 
-def open_tensorrt_session(engine: EngineDirectory, device: torch.device, *, graphs: bool = True) -> LinearSession:
-    """Open an engine directory with plans.
+def open_tensorrt_session(engine: EngineDirectory, device: torch.device, *, graphs: bool = True) -> EngineSession:
+    """Open an engine directory with plans: a session of linear or of paged caches, as its config.json says.
 
     Args:
         engine: the directory. device: a CUDA device. graphs: capture passes of fixed shape as CUDA graphs.
 
     Raises:
         EngineError: no GPU, another TensorRT or GPU than the plans are for, several ranks, or a damaged plan.
+        BuildError: TensorRT is missing or another version, or does not load the plugin library.
     """
     facts = engine.tensorrt
     if facts is None:
@@ -52,12 +57,10 @@ def open_tensorrt_session(engine: EngineDirectory, device: torch.device, *, grap
             f"{engine.path}: built for {engine.tp_size} ranks; this version runs plans of one rank",
             hint="convert with --tp-size 1",
         )
-    if facts.cache != "linear":
-        raise EngineError(
-            f"{engine.path}: built with plugin layers and paged caches, which this version does not run",
-            hint="build it again without plugins",
-        )
     library = load_tensorrt(check_backend(engine.backend))
+    if facts.plugin_library is not None:
+        # Plans with plugin layers name them; the registry must know them before a plan is loaded.
+        plugin_registry(library.trt, str((engine.path / facts.plugin_library.file).absolute()))
     networks: tuple[Network, ...] = ("target",) if engine.drafter_config is None else ("target", "inject", "draft")
     plans = {network: read_plan_facts(engine.path, network, 0) for network in networks}
     tensors: dict[str, Mapping[str, Tensor]] = {}
@@ -67,23 +70,57 @@ def open_tensorrt_session(engine: EngineDirectory, device: torch.device, *, grap
     weights = BoundWeights(tensors, device)
     plan_bytes = {network: (engine.path / plan.file).read_bytes() for network, plan in plans.items()}
     plain = PlanRunner(library, plans, plan_bytes, weights, device)
+    # A plan with its weights inside takes about its own size.
+    weight_bytes = weights.device_bytes + sum(map(len, plan_bytes.values()))
+    return network_session(engine, GraphedRunner(plain) if graphs else plain, device, weight_bytes=weight_bytes)
+
+
+def network_session(
+    engine: EngineDirectory, runner: NetworkRunner, device: torch.device, *, weight_bytes: int = 0
+) -> EngineSession:
+    """The session that fits the caches of ``engine``, over ``runner``, whose weights take ``weight_bytes``.
+
+    Raises:
+        EngineError: config.json does not say which.
+    """
+    facts = engine.tensorrt
+    if facts is None:
+        raise EngineError(f"{engine.path}: config.json does not say what built its plans", hint="build it again")
+    configs = (engine.target_config, engine.drafter_config, engine.limits)
+    dtype = getattr(torch, engine.target_config.dtype)
+    if facts.cache == "paged":
+        return PagedSession(*configs, runner=runner, device=device, dtype=dtype, weight_bytes=weight_bytes)
     return LinearSession(
-        engine.target_config,
-        engine.drafter_config,
-        engine.limits,
-        runner=GraphedRunner(plain, engine.limits.block_size) if graphs else plain,
+        *configs,
+        runner=runner,
         device=device,
-        dtype=getattr(torch, engine.target_config.dtype),
+        dtype=dtype,
         row_tokens=facts.row_tokens,
+        weight_bytes=weight_bytes,
+    )
+
+
+def choose_profile(plan: PlanFacts, inputs: Mapping[str, Tensor]) -> int:
+    """Index of the first profile that has room for ``inputs``.
+
+    Raises:
+        EngineError: none has.
+    """
+    for index, profile in enumerate(plan.profiles):
+        if all(_within(profile, name, tensor) for name, tensor in inputs.items()):
+            return index
+    shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in inputs.items() if "_cache." not in name)
+    raise EngineError(
+        f"network {plan.network}: no profile has room for {shapes}",
+        hint="build with larger --max-batch-size, --max-num-tokens or --max-seq-len",
     )
 
 
 @dataclass
 class _Context:
-    """An execution context that is fixed on one profile."""
+    """An execution context that is fixed on one profile, and the memory it works in."""
 
     context: Any
-    profile: ProfileFacts
     scratch_bytes: int
 
 
@@ -145,21 +182,18 @@ class PlanRunner:
         stream.synchronize()
         for name, tensor in self._weights[network].items():
             self._address(context, name, tensor)
-        return _Context(
-            context,
-            self._plans[network].profiles[index],
-            int(engine.get_device_memory_size_for_profile_v2(index)),
-        )
+        return _Context(context, int(engine.get_device_memory_size_for_profile_v2(index)))
 
-    def run(self, network: Network, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def run(self, network: Network, inputs: Mapping[str, Tensor], *, recurring: bool = False) -> dict[str, Tensor]:
         """See ``NetworkRunner.run``. Enqueues on the current stream and returns at once."""
-        context = self._choose(network, inputs)
+        plan = self._plans[network]
+        context = self._contexts[network][choose_profile(plan, inputs)].context
         for name, tensor in inputs.items():
             if not context.set_input_shape(name, tuple(tensor.shape)):
                 raise EngineError(f"network {network}: input {name} of shape {tuple(tensor.shape)} was refused")
             self._address(context, name, tensor)
         outputs: dict[str, Tensor] = {}
-        for output in self._plans[network].outputs:
+        for output in plan.outputs:
             if "_cache_out." in output.name:
                 # An updated cache is its input: both names have one address.
                 outputs[output.name] = inputs[output.name.replace("_cache_out.", "_cache.")]
@@ -169,16 +203,6 @@ class PlanRunner:
             self._address(context, output.name, outputs[output.name])
         self._enqueue(network, context)
         return outputs
-
-    def _choose(self, network: Network, inputs: Mapping[str, Tensor]) -> Any:
-        for one in self._contexts[network]:
-            if all(_within(one.profile, name, tensor) for name, tensor in inputs.items()):
-                return one.context
-        shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in inputs.items() if "cache" not in name)
-        raise EngineError(
-            f"network {network}: no profile has room for {shapes}",
-            hint="build with larger --max-batch-size, --max-num-tokens or --max-seq-len",
-        )
 
     def _enqueue(self, network: Network, context: Any) -> None:
         current = torch.cuda.current_stream(self._device)
@@ -208,18 +232,17 @@ class GraphedRunner:
     """Captures passes of fixed shape and replays them: one launch from the host instead of TensorRT's many.
 
     Args:
-        runner: computes and is captured. block_size: passes of more tokens per row (prefill) are never captured.
+        runner: computes and is captured.
     """
 
-    def __init__(self, runner: PlanRunner, block_size: int) -> None:
+    def __init__(self, runner: PlanRunner) -> None:
         self._runner = runner
-        self._block_size = block_size
         self._graphs: dict[tuple[object, ...], _CapturedPass] = {}
 
-    def run(self, network: Network, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def run(self, network: Network, inputs: Mapping[str, Tensor], *, recurring: bool = False) -> Mapping[str, Tensor]:
         """See ``NetworkRunner.run``. Outputs of a captured pass are overwritten by its next run."""
         # Inside a capture of the whole cycle the pass becomes part of that graph.
-        if torch.cuda.is_current_stream_capturing() or not self._is_fixed(inputs):
+        if torch.cuda.is_current_stream_capturing() or not recurring:
             return self._runner.run(network, inputs)
         key = (
             network,
@@ -228,10 +251,6 @@ class GraphedRunner:
         if key not in self._graphs:
             self._graphs[key] = _CapturedPass(self._runner, network, inputs)
         return self._graphs[key].replay(inputs)
-
-    def _is_fixed(self, inputs: Mapping[str, Tensor]) -> bool:
-        positions = inputs.get("positions")
-        return positions is None or positions.shape[1] <= self._block_size
 
     def close(self) -> None:
         """Release graphs and what the runner holds."""
@@ -260,7 +279,7 @@ class _CapturedPass:
 
 def _is_resident(name: str) -> bool:
     """Inputs that stay where they are from pass to pass."""
-    return "_cache." in name or name.startswith("rotary_")
+    return "_cache." in name or name.startswith("rotary_") or name == "query_extent"
 
 
 def _within(profile: ProfileFacts, name: str, tensor: Tensor) -> bool:

@@ -18,6 +18,7 @@ from trtllm_dflash.ops.tensorrt_network import Columns, NetworkTensor, NetworkWr
 
 _EMBEDDING, _HEAD = "transformer.vocab_embedding", "lm_head"
 _SPLIT_BY_INPUTS = (".attention.dense", ".mlp.proj")
+_QUANTISED: dict[torch.dtype, QuantAlgo] = {torch.float8_e4m3fn: "fp8", torch.int8: "int8", torch.uint8: "nvfp4"}
 
 
 class TensorRTWeightSource:
@@ -26,7 +27,7 @@ class TensorRTWeightSource:
     Args:
         writer: the network. model: whose weights. tensors: name → tensor of this rank, read on access.
         dtype: compute dtype. mode: ``external`` makes inputs, ``embedded`` constants.
-        quantization: algorithm of the quantised projections. row_rank: leading dimensions of activations.
+        row_rank: leading dimensions of activations.
         rank, ranks: tensor parallelism. vocab_size: real rows of embedding and head.
 
     Attributes:
@@ -41,7 +42,6 @@ class TensorRTWeightSource:
         *,
         dtype: torch.dtype,
         mode: WeightsMode,
-        quantization: QuantAlgo,
         row_rank: int,
         rank: int,
         ranks: int,
@@ -52,7 +52,6 @@ class TensorRTWeightSource:
         self._tensors = tensors
         self._dtype = dtype
         self._mode = mode
-        self._quantization = quantization
         self._row_rank = row_rank
         self._rank = rank
         self._ranks = ranks
@@ -81,7 +80,7 @@ class TensorRTWeightSource:
         return Linear(tuple(self._matrix(name, bias, rows) for name in names))
 
     def _matrix(self, name: str, bias: bool, rows: tuple[int, int] | None) -> Matrix:
-        algo = self._quantization if f"{name}.{SCALE}" in self._tensors else "none"
+        algo = stored_algorithm(self._tensors, name)
 
         def load() -> MatrixTensors:
             return MatrixTensors(
@@ -160,6 +159,23 @@ class TensorRTWeightSource:
             self.bindings.append(WeightBinding(key, self._model, name, rows, index, dtype_name(dtype), shape))
         self._made[key] = made
         return made
+
+
+def stored_algorithm(tensors: Mapping[str, Tensor], name: str) -> QuantAlgo:
+    """How the projection ``name`` is stored, which its tensors say: target and drafter may differ.
+
+    Raises:
+        BuildError: it has scales, and a weight of a dtype that no algorithm has.
+    """
+    if f"{name}.{SCALE}" not in tensors:
+        return "none"
+    dtype = tensors[f"{name}.{WEIGHT}"].dtype
+    if dtype not in _QUANTISED:
+        raise BuildError(
+            f"tensor '{name}.{WEIGHT}' has scales and is {dtype}, expected one of {', '.join(map(str, _QUANTISED))}",
+            hint="convert the checkpoint again",
+        )
+    return _QUANTISED[dtype]
 
 
 def dtype_name(dtype: Any) -> str:

@@ -35,6 +35,7 @@ class _AttentionParams(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("q_stride", "out_stride", "block_stride", "page_table_stride")),
         ("workspace", ctypes.c_void_p),
         ("workspace_bytes", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("context_settled", "reserved")),
     )
 
 
@@ -87,6 +88,7 @@ def paged_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     max_splits: int = 0,
+    context_settled: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attention of packed queries over the cache, whose rows for this pass are already written.
@@ -100,6 +102,10 @@ def paged_attention(
         window: see the module. sinks: ``[heads]`` float32 logits that join each softmax.
         k_scale, v_scale: real value = stored float8 value * scale.
         max_splits: 0 = chosen; 1 = no split; above = that many (tests, tuning).
+        context_settled: the kernel may read the index tensors and the cache rows below ``context_lengths`` before the
+            launch in front of it has finished. Only if no launch since the last one that does not overlap its
+            predecessor (any launch of torch is such) writes them; q and later cache rows may come from the launch in
+            front.
         out: ``[T, heads, head_dim]`` to write into.
 
     Returns:
@@ -112,7 +118,7 @@ def paged_attention(
     _require(query_starts.shape == (page_table.shape[0] + 1,), "query_starts", query_starts, "[B + 1]")
     params.max_query = max_query
     params.query_starts = _index_pointer(query_starts, "query_starts", page_table)
-    return _attend(params, q, out, scale, window, causal, softcap, sinks, k_scale, v_scale, max_splits)
+    return _attend(params, q, out, scale, window, causal, softcap, sinks, k_scale, v_scale, max_splits, context_settled)
 
 
 def block_attention(
@@ -134,6 +140,7 @@ def block_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     max_splits: int = 0,
+    context_settled: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attention of one block of S rows per request over cached context plus the block's own K/V.
@@ -163,7 +170,7 @@ def block_attention(
     params.block_stride = k_block.stride(0)
     if block_lengths is not None:
         params.block_lengths = _index_pointer(block_lengths, "block_lengths", page_table)
-    return _attend(params, q, out, scale, window, causal, softcap, sinks, k_scale, v_scale, max_splits)
+    return _attend(params, q, out, scale, window, causal, softcap, sinks, k_scale, v_scale, max_splits, context_settled)
 
 
 def inject_kv(
@@ -365,12 +372,14 @@ def _attend(
     k_scale: float,
     v_scale: float,
     max_splits: int,
+    context_settled: bool,
 ) -> Tensor:
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     distance = -1 if window is None else window - 1
     params.causal, params.window_left, params.window_right = int(causal), distance, distance
     params.max_splits = max_splits
+    params.context_settled = int(context_settled)
     params.scale, params.softcap = scale, softcap or 0.0
     params.k_scale, params.v_scale = k_scale, v_scale
     if sinks is not None:

@@ -64,7 +64,7 @@ class GatheredState:
 def gather_state(
     slots: Tensor, ints: Tensor, floats: Tensor, page_table: Tensor, stop_ids: Tensor, block_size: int
 ) -> GatheredState:
-    """The state of ``slots [B]`` out of ``ints [7, R]``, ``floats [6, R]``, ``page_table [R, P]`` and stop ids ``[R, 64]``.
+    """The state of ``slots [B]`` out of ``ints [7, R]``, ``floats [6, R]``, ``page_table [R, P]`` and stop ids.
 
     Raises:
         EngineError: tensors that do not fit each other.

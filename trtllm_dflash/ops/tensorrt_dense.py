@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from trtllm_dflash.errors import BuildError
+from trtllm_dflash.ops import tensorrt_select as select
 from trtllm_dflash.ops.composed import ComposedOps
 from trtllm_dflash.ops.interface import Linear
 from trtllm_dflash.ops.tensorrt_network import Columns, NetworkTensor, NetworkWriter
@@ -95,12 +96,19 @@ class TensorRTDense(ComposedOps[Columns]):
 
     Args:
         writer: the network being written. dtype: TensorRT dtype of projections and norms. ranks: tensor-parallel size.
+
+    Attributes:
+        updated: cache input name → its tensor after this pass's writes (a network output that aliases the input).
     """
 
     def __init__(self, writer: NetworkWriter, dtype: Any, *, ranks: int = 1) -> None:
         self.w = writer
         self.compute_dtype = dtype
         self.ranks = ranks
+        self.updated: dict[str, NetworkTensor] = {}
+
+    def finish_writes(self) -> None:
+        """Emit cache writes that the dialect put off; there are none unless it says otherwise."""
 
     def whole(self, x: Columns) -> NetworkTensor:
         """``x`` as one network tensor."""
@@ -215,6 +223,10 @@ class TensorRTDense(ComposedOps[Columns]):
     def to_float32(self, x: Columns) -> Columns:
         return Columns(tuple(self.w.cast(part, self.w.trt.float32) for part in x.parts))
 
+    def head_range(self, x: Columns, first: int, count: int) -> Columns:
+        # Heads are the second axis in both lowerings.
+        return self.one(self.w.slice(self.whole(x), 1, first, count))
+
     def rotary_rows(self, cos_sin: RotaryTable, positions: Columns) -> RotaryAt:
         return RotaryAt(cos_sin, self.whole(positions))
 
@@ -238,6 +250,13 @@ class TensorRTDense(ComposedOps[Columns]):
         self.w.near = "candidates"
         values, indices = self.w.top_k(self.whole(x), k)
         return self.one(values), self.one(indices)
+
+    def independent_draw(
+        self, unary: Columns, temperatures: Columns, uniforms: Columns, candidates: Columns
+    ) -> tuple[Columns, Columns]:
+        tensors = (self.whole(x) for x in (unary, temperatures, uniforms, candidates))
+        tokens, q_rows = select.independent_draw(self.w, *tensors)
+        return self.one(tokens), self.one(q_rows)
 
     def add_offsets(self, ids: Columns, offsets: Vector) -> Columns:
         w, rows = self.w, self.whole(ids)

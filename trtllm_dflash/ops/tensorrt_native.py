@@ -52,23 +52,12 @@ class LinearAttentionPlan:
 
 
 class NativeOps(TensorRTDense):
-    """``Ops[Columns]`` on linear caches; documented in :class:`trtllm_dflash.ops.interface.Ops`.
-
-    Attributes:
-        updated: cache input name → its tensor after this pass's writes (a network output that aliases the input).
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.updated: dict[str, NetworkTensor] = {}
+    """``Ops[Columns]`` on linear caches; documented in :class:`trtllm_dflash.ops.interface.Ops`."""
 
     # Heads
     def heads(self, x: Columns, first: int, count: int, head_dim: int) -> Columns:
         taken = self.take_columns(x, first * head_dim, count * head_dim)
         return self.one(self.w.reshape(taken, (0, 0, count, head_dim), after=(0, 2, 1, 3)))
-
-    def head_range(self, x: Columns, first: int, count: int) -> Columns:
-        return self.one(self.w.slice(self.whole(x), 1, first, count))
 
     def merge_heads(self, x: Columns) -> Columns:
         whole = self.whole(x)
@@ -196,25 +185,11 @@ class NativeOps(TensorRTDense):
         temperatures: Columns,
         uniforms: Columns,
     ) -> tuple[Columns, Columns]:
-        tokens, q_rows = select.selector_walk(
-            self.w,
-            self.whole(unary),
-            self.whole(candidates),
-            self.whole(hidden),
-            predecessor_codebook.weight,
-            successor_codebook.weight,
-            self.whole(anchors),
-            self.whole(temperatures),
-            self.whole(uniforms),
-        )
-        return self.one(tokens), self.one(q_rows)
-
-    def independent_draw(
-        self, unary: Columns, temperatures: Columns, uniforms: Columns, candidates: Columns
-    ) -> tuple[Columns, Columns]:
-        tokens, q_rows = select.independent_draw(
-            self.w, self.whole(unary), self.whole(temperatures), self.whole(uniforms), self.whole(candidates)
-        )
+        codebooks = (predecessor_codebook.weight, successor_codebook.weight)
+        drafted = (self.whole(x) for x in (unary, candidates, hidden))
+        asked = (self.whole(x) for x in (anchors, temperatures, uniforms))
+        tensors: list[NetworkTensor] = [*drafted, *codebooks, *asked]
+        tokens, q_rows = select.selector_walk(self.w, *tensors)
         return self.one(tokens), self.one(q_rows)
 
     # Shape plumbing

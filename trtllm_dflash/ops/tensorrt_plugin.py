@@ -11,12 +11,18 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trtllm_dflash.errors import BuildError
-from trtllm_dflash.ops import tensorrt_select as select
 from trtllm_dflash.ops.interface import CacheLayer
 from trtllm_dflash.ops.tensorrt_dense import RotaryAt, TensorRTDense, Vector
 from trtllm_dflash.ops.tensorrt_network import Columns, NetworkTensor
 
 PLUGIN_VERSION = "1"
+PLUGIN_NAMES = (
+    "DFlashPagedAttention",
+    "DFlashKVInjection",
+    "DFlashGroupedConv",
+    "DFlashCandidates",
+    "DFlashSelectorWalk",
+)
 MOST_CANDIDATES = 32
 
 FieldValue = int | float
@@ -29,8 +35,28 @@ class PluginLayers(Protocol):
         """A layer of plugin ``name``; None when the plugin or TensorRT refuses."""
 
 
+def plugin_registry(trt: Any, library_file: str) -> Any:
+    """TensorRT's plugin registry with ``libdflash_plugins.so`` in it: for building plans and for loading them.
+
+    Args:
+        trt: the TensorRT module. library_file: the library; a process has one at a time.
+
+    Raises:
+        BuildError: the library does not load.
+    """
+    registry = trt.get_plugin_registry()
+    # Loading it twice logs an error, which would be fatal, and so does asking for a creator that is not there.
+    is_loaded = any(creator.name == PLUGIN_NAMES[0] for creator in registry.all_creators)
+    if not is_loaded and registry.load_library(library_file) is None:
+        raise BuildError(
+            f"{library_file}: TensorRT cannot load this plugin library",
+            hint="compile it for this machine: trtllm-dflash plugins build",
+        )
+    return registry
+
+
 class RegistryPluginLayers:
-    """Plugins from TensorRT's registry, after the library was loaded into it.
+    """Plugins from TensorRT's registry.
 
     Args:
         trt: the TensorRT module. library_file: ``libdflash_plugins.so``.
@@ -41,14 +67,7 @@ class RegistryPluginLayers:
 
     def __init__(self, trt: Any, library_file: str) -> None:
         self._trt = trt
-        self._registry = trt.get_plugin_registry()
-        # Loading it twice logs an error, which would be fatal.
-        is_loaded = self._registry.get_creator("DFlashPagedAttention", PLUGIN_VERSION, "") is not None
-        if not is_loaded and self._registry.load_library(library_file) is None:
-            raise BuildError(
-                f"{library_file}: TensorRT cannot load this plugin library",
-                hint="compile it for this machine: trtllm-dflash plugins build",
-            )
+        self._registry = plugin_registry(trt, library_file)
 
     def add(self, network: Any, name: str, fields: Mapping[str, FieldValue], inputs: Sequence[NetworkTensor]) -> Any:
         """See :class:`PluginLayers`."""
@@ -69,11 +88,12 @@ class RegistryPluginLayers:
 
 @dataclass(frozen=True)
 class PagedPlan:
-    """One target pass: where its queries are."""
+    """One target pass: where its queries are, and a tensor as long as the most queries of one request."""
 
     page_table: NetworkTensor
     context_lengths: NetworkTensor
     query_starts: NetworkTensor
+    query_extent: NetworkTensor
 
 
 @dataclass(frozen=True)
@@ -98,16 +118,12 @@ class PluginOps(TensorRTDense):
 
     A write to a cache waits: attention over that cache takes it into its own layer, and :meth:`finish_writes` turns
     what is left (injection, which attends to nothing) into one layer for all of them.
-
-    Attributes:
-        updated: cache input name → the aliased output of the layer that wrote it.
     """
 
     def __init__(self, *args: Any, plugins: PluginLayers, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._plugins = plugins
         self._pending: dict[str, tuple[CacheLayer[Columns], _PendingWrite]] = {}
-        self.updated: dict[str, NetworkTensor] = {}
 
     def _plugin(self, name: str, fields: Mapping[str, FieldValue], inputs: Sequence[NetworkTensor]) -> Any:
         layer = self._plugins.add(self.w.network, name, fields, inputs)
@@ -118,9 +134,6 @@ class PluginOps(TensorRTDense):
     def heads(self, x: Columns, first: int, count: int, head_dim: int) -> Columns:
         taken = self.take_columns(x, first * head_dim, count * head_dim)
         return self.one(self.w.reshape(taken, (0, count, head_dim)))
-
-    def head_range(self, x: Columns, first: int, count: int) -> Columns:
-        return self.one(self.w.slice(self.whole(x), 1, first, count))
 
     def merge_heads(self, x: Columns) -> Columns:
         whole = self.whole(x)
@@ -159,21 +172,29 @@ class PluginOps(TensorRTDense):
         page_table: Columns,
         context_lengths: Columns,
         query_starts: Columns,
-        max_query: int,
+        max_query: Any,
         *,
         queries_per_request: int | None,
         total_queries: int,
     ) -> PagedPlan:
-        return PagedPlan(self.whole(page_table), self.whole(context_lengths), self.whole(query_starts))
+        # The bound changes from pass to pass. As a field it would be the largest prefill, and every verify pass would
+        # launch for that many queries of each request; as the length of an input it is the pass's own.
+        inputs = (page_table, context_lengths, query_starts, max_query)
+        return PagedPlan(*(self.whole(x) for x in inputs))
 
     def paged_attention(
         self, plan: PagedPlan, q: Columns, cache: CacheLayer[Columns], *, scale: float, window: int | None
     ) -> Columns:
         query, k_cache, v_cache = self.whole(q), self.whole(cache.k), self.whole(cache.v)
         _, write = self._pending.pop(k_cache.name)
-        fields = {**self._attention_fields(query, k_cache, scale, window), "write_kv": 1, "causal": 1}
+        fields = {
+            **self._attention_fields(query, k_cache, scale, window),
+            "write_kv": 1,
+            "causal": 1,
+            "query_extent": 1,
+        }
         qkv = self.w.concat([self._flat(part) for part in (query, write.k, write.v)], 1)
-        where = [plan.page_table, plan.context_lengths, plan.query_starts, write.slots]
+        where = [plan.page_table, plan.context_lengths, plan.query_starts, write.slots, plan.query_extent]
         layer = self._plugin("DFlashPagedAttention", fields, [qkv, k_cache, v_cache, *where])
         self.updated[k_cache.name], self.updated[v_cache.name] = layer.get_output(1), layer.get_output(2)
         return self.one(layer.get_output(0))
@@ -264,14 +285,6 @@ class PluginOps(TensorRTDense):
             ],
         )
         return self.one(layer.get_output(0)), self.one(layer.get_output(1))
-
-    def independent_draw(
-        self, unary: Columns, temperatures: Columns, uniforms: Columns, candidates: Columns
-    ) -> tuple[Columns, Columns]:
-        tokens, q_rows = select.independent_draw(
-            self.w, self.whole(unary), self.whole(temperatures), self.whole(uniforms), self.whole(candidates)
-        )
-        return self.one(tokens), self.one(q_rows)
 
     # Shape plumbing
     def block_ids(self, anchors: Columns, mask_token_id: int, block_size: int) -> Columns:

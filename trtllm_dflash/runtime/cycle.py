@@ -6,6 +6,7 @@ same function can be captured. State changes only in :func:`publish`, so a cycle
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,12 +15,16 @@ from torch import Tensor
 from trtllm_dflash.engine.session import DraftInputs, DraftOutputs, EngineSession, TargetInputs, TargetOutputs
 from trtllm_dflash.ops import cuda_cycle, cuda_select
 from trtllm_dflash.runtime.acceptance import Accepted, accept, accept_on_kernels, force_acceptance
-from trtllm_dflash.runtime.logit_processing import process_logits
+from trtllm_dflash.runtime.logit_processing import process_logits, restrict
 from trtllm_dflash.runtime.random_streams import WALK_WORD, uniforms
 from trtllm_dflash.runtime.slots import SamplingMode, SlotRows, SlotState
 
 RUNNING, STOPPED, OUT_OF_LENGTH, FAULTY = 0, 1, 2, 3
 """Values of ``CycleResult.status``."""
+
+
+Masks = Callable[[Tensor], Tensor]
+"""Drafts ``[B, S-1]`` to the tokens allowed in each row, ``[B, S, V]`` bool. It reads the drafts on the host."""
 
 
 @dataclass(frozen=True)
@@ -53,18 +58,21 @@ def draft_verify_cycle(
     mode: SamplingMode,
     *,
     forced_acceptance: float | None = None,
+    masks: Masks | None = None,
 ) -> CycleResult:
     """One cycle for the running ``slots [B]``. ``block_size`` 1 is plain decoding in the same machinery.
 
     ``page_columns`` is a host-known bound of the pages any request of the batch touches. ``forced_acceptance`` is for
     measurements only: whatever the target says, that many tokens are committed on average (the bonus included), so the
-    output is not the target's.
+    output is not the target's. ``masks`` is given when a request of the batch has a grammar (``mode.grammar``); it
+    waits for the drafts, so such a cycle cannot be recorded.
     """
     rows = prepare(session, state, slots, block_size, page_columns)
     draft = draft_and_select(session, rows, block_size, mode)
     verified = verify(session, rows, draft, block_size)
     logits = verified.logits.view(slots.shape[0], block_size, -1)
-    result = settle(session, state, rows, mode, logits, draft, forced_acceptance=forced_acceptance)
+    allowed = None if masks is None else masks(_drafts(rows, draft))
+    result = settle(session, state, rows, mode, logits, draft, forced_acceptance=forced_acceptance, allowed=allowed)
     inject(session, rows, verified.features, result.produced, block_size)
     publish(session, state, rows, result, mode)
     return result
@@ -124,10 +132,16 @@ def settle(
     draft: DraftOutputs | None,
     *,
     forced_acceptance: float | None = None,
+    allowed: Tensor | None = None,
 ) -> CycleResult:
-    """Accept drafts and cut the result at stop ids and limits. ``logits [B, S, V]`` are the target's own."""
-    drafts = rows.slots.new_empty(rows.slots.shape[0], 0) if draft is None else draft.draft_tokens
+    """Accept drafts and cut the result at stop ids and limits.
+
+    ``logits [B, S, V]`` are the target's own; ``allowed [B, S, V]`` bool are the tokens a grammar allows.
+    """
+    drafts = _drafts(rows, draft)
     processed = process_logits(state, rows, mode, logits, drafts)
+    if allowed is not None:
+        processed = restrict(processed, logits, allowed)
     on_kernels = session.uses_kernels
     accepted = (accept_on_kernels if on_kernels else accept)(rows, mode, processed, draft, rows.block_lengths)
     if forced_acceptance is not None:
@@ -193,6 +207,10 @@ def flat_slots(session: EngineSession, page_table: Tensor, positions: Tensor, ex
     columns = (positions // page_tokens).clamp_max(page_table.shape[1] - 1)
     slots = page_table.gather(1, columns) * page_tokens + positions % page_tokens
     return torch.where(exists, slots, -1)
+
+
+def _drafts(rows: SlotRows, draft: DraftOutputs | None) -> Tensor:
+    return rows.slots.new_empty(rows.slots.shape[0], 0) if draft is None else draft.draft_tokens
 
 
 def _cut(rows: SlotRows, accepted: Accepted) -> tuple[Tensor, Tensor]:

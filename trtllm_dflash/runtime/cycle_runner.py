@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trtllm_dflash.engine.cuda_graphs import CapturedGraph, GraphPool
 from trtllm_dflash.engine.session import EngineSession
-from trtllm_dflash.runtime.cycle import CycleResult, draft_verify_cycle
+from trtllm_dflash.runtime.cycle import CycleResult, Masks, draft_verify_cycle
 from trtllm_dflash.runtime.slots import SamplingMode, SlotState, upload
 
 GraphKey = tuple[int, int, SamplingMode]
@@ -168,11 +168,21 @@ class CycleRunner:
         """Every batch size that batches are padded to, ascending."""
         return sorted({self.bucket(batch) for batch in range(1, self._state.idle_slot + 1)})
 
-    def launch(self, slots: Sequence[int], block_size: int, page_columns: int, mode: SamplingMode) -> PendingResult:
-        """Queue one cycle for ``slots``; ``page_columns`` is a host-known bound of the pages any of them touches."""
-        if self._pool is None:
+    def launch(
+        self,
+        slots: Sequence[int],
+        block_size: int,
+        page_columns: int,
+        mode: SamplingMode,
+        masks: Masks | None = None,
+    ) -> PendingResult:
+        """Queue one cycle for ``slots``; ``page_columns`` is a host-known bound of the pages any of them touches.
+
+        With ``masks`` of grammars the host takes part in the cycle, so it is never a graph.
+        """
+        if self._pool is None or masks is not None:
             device_slots = upload(slots, torch.int64, self._session.device)
-            return PendingResult(self._cycle(device_slots, block_size, page_columns, mode))
+            return PendingResult(self._cycle(device_slots, block_size, page_columns, mode, masks))
         bucket = self.bucket(len(slots))
         self._place(slots, bucket)
         return PendingResult(self.graph(bucket, block_size, mode).replay())
@@ -191,9 +201,18 @@ class CycleRunner:
             placed.copy_(upload(held, torch.int64, self._session.device))
         return self._graphs[key]
 
-    def _cycle(self, slots: Tensor, block_size: int, page_columns: int, mode: SamplingMode) -> CycleResult:
+    def _cycle(
+        self, slots: Tensor, block_size: int, page_columns: int, mode: SamplingMode, masks: Masks | None = None
+    ) -> CycleResult:
         return draft_verify_cycle(
-            self._session, self._state, slots, block_size, page_columns, mode, forced_acceptance=self._forced
+            self._session,
+            self._state,
+            slots,
+            block_size,
+            page_columns,
+            mode,
+            forced_acceptance=self._forced,
+            masks=masks,
         )
 
     def _placed(self, bucket: int) -> tuple[Tensor, list[int]]:

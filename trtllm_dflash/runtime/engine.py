@@ -14,9 +14,9 @@ import torch
 from tokenizers import Tokenizer
 
 from trtllm_dflash.engine.session import EngineSession
-from trtllm_dflash.errors import EngineError, RequestError
+from trtllm_dflash.errors import EngineError
 from trtllm_dflash.runtime.block_policy import BlockSizePolicy, CycleTable
-from trtllm_dflash.runtime.cycle import FAULTY, OUT_OF_LENGTH, STOPPED
+from trtllm_dflash.runtime.cycle import FAULTY, OUT_OF_LENGTH, STOPPED, Masks
 from trtllm_dflash.runtime.cycle_profile import CycleProfiler
 from trtllm_dflash.runtime.cycle_runner import (
     CycleRunner,
@@ -26,11 +26,19 @@ from trtllm_dflash.runtime.cycle_runner import (
     batch_choices,
     block_size_choices,
 )
-from trtllm_dflash.runtime.outputs import EngineStats, FinishReason, OutputChunk, RequestMetrics, TokenLogprobs
-from trtllm_dflash.runtime.pages import PagePool
+from trtllm_dflash.runtime.grammar import GrammarRun, allowed_tokens
+from trtllm_dflash.runtime.outputs import (
+    EngineStats,
+    ErrorKind,
+    FinishReason,
+    OutputChunk,
+    RequestMetrics,
+    TokenLogprobs,
+)
 from trtllm_dflash.runtime.prefill import plan_chunks, run_prefill
 from trtllm_dflash.runtime.refill import RefillPolicy
 from trtllm_dflash.runtime.request import Request, RequestSpec
+from trtllm_dflash.runtime.scheduler import AdmissionLimits, Scheduler
 from trtllm_dflash.runtime.slots import SamplingMode, SlotState
 from trtllm_dflash.runtime.text import TextStream
 
@@ -47,8 +55,8 @@ _COUNTERS = (
     "cycles",
     "drafted_tokens",
     "accepted_tokens",
+    "prefill_tokens",
 )
-
 
 # Cached tokens per request while the adaptive block size's table is measured.
 _PROFILE_CONTEXT = 512
@@ -58,23 +66,36 @@ _PREFILL_SHARE = 4
 
 @dataclass(frozen=True)
 class _Launched:
-    """A pass whose result nobody has read yet; ``block_size`` is None for a prefill's first tokens."""
+    """A pass whose result nobody has read yet; ``block_size`` is None for a prefill's first tokens.
+
+    ``incarnations`` are the requests' at the launch: who was preempted since gets nothing of the result.
+    """
 
     requests: Sequence[Request]
+    incarnations: Sequence[int]
     pending: PendingResult
     block_size: int | None
+
+    def awaited(self) -> list[tuple[int, Request]]:
+        """Rows whose request still waits for this very pass."""
+        pairs = zip(self.requests, self.incarnations, strict=True)
+        return [
+            (row, request)
+            for row, (request, incarnation) in enumerate(pairs)
+            if request.slot is not None and request.incarnation == incarnation
+        ]
 
 
 class Engine:
     """Runs requests: admission, chunked prefill, draft-verify cycles, delivery.
 
-    A request is admitted when a slot is free and the pages for its whole extent (prompt and every token it may emit)
-    are: an admitted request never waits for memory.
+    Who runs and on which pages is the scheduler's decision.
 
     Args:
         session: the networks. tokenizer: for streaming text.
         num_pages: pages of the KV caches. block_size: S of the cycle (the largest when it adapts), 1 = no speculation.
         options: how cycles are launched.
+        prefix_cache: keep pages of finished requests for others. limits: bounds of admission.
     """
 
     def __init__(
@@ -85,17 +106,28 @@ class Engine:
         num_pages: int,
         block_size: int,
         options: EngineOptions | None = None,
+        prefix_cache: bool = True,
+        limits: AdmissionLimits | None = None,
     ) -> None:
-        limits = session.limits
+        built = session.limits
         self._session = session
         self._tokenizer = tokenizer
         self._block_size = block_size
-        self._pool = PagePool(num_pages)
+        self._scratch_page = num_pages
+        self._scheduler = Scheduler(
+            slots=built.max_batch_size,
+            num_pages=num_pages,
+            page_tokens=built.page_tokens,
+            growth_tokens=2 * block_size,
+            # A page that holds a whole sequence is never full, so there is nothing to share.
+            prefix_cache=prefix_cache and built.page_tokens < built.max_seq_len,
+            limits=limits,
+        )
         session.allocate_caches(num_pages)
         self._state = SlotState(
-            slots=limits.max_batch_size,
-            history_length=limits.max_seq_len + limits.block_size,
-            pages_per_request=_pages(limits.max_seq_len, limits.page_tokens),
+            slots=built.max_batch_size,
+            history_length=built.max_seq_len + built.block_size,
+            pages_per_request=_pages(built.max_seq_len, built.page_tokens),
             scratch_page=num_pages,
             vocab_size=session.target_config.vocab_size,
             device=session.device,
@@ -111,71 +143,67 @@ class Engine:
         )
         with torch.inference_mode():
             self._runner.warm_up(block_size)
-        self.profiler = CycleProfiler(session, self._state, self._runner, num_pages)
+        self._profiler = CycleProfiler(session, self._state, self._runner, num_pages)
         self._policy: BlockSizePolicy | None = None
         self.cycle_table: CycleTable | None = None
         if options.adaptive and block_size > 1:
-            self.cycle_table = self.profiler.table(
-                batch_choices(limits.max_batch_size), block_size_choices(block_size), context=_PROFILE_CONTEXT
+            self.cycle_table = self._profiler.table(
+                batch_choices(built.max_batch_size), block_size_choices(block_size), context=_PROFILE_CONTEXT
             )
             self._policy = BlockSizePolicy(self.cycle_table, block_size)
-        self._refill = RefillPolicy(limits.max_batch_size)
+        self._refill = RefillPolicy(built.max_batch_size)
         self._in_flight: deque[_Launched] = deque()
-        self._free_slots = list(range(limits.max_batch_size - 1, -1, -1))
-        self._arrived: deque[Request] = deque()
-        self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []
-        self._by_id: dict[str, Request] = {}
         self._counters = dict.fromkeys(_COUNTERS, 0)
         self._wake = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="dflash-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, spec: RequestSpec, on_chunk: Callable[[OutputChunk], None]) -> None:
-        """Queue a request. Raises ``RequestError`` when it could never run."""
-        extent = self._extent_pages(spec)
-        if extent > self._pool.total:
-            page_tokens = self._session.limits.page_tokens
-            raise RequestError(
-                "max_tokens",
-                spec.max_output_tokens,
-                f"prompt ({len(spec.prompt)} tokens) and output within the KV cache of "
-                f"{self._pool.total * page_tokens} tokens",
-                hint="ask for fewer tokens, or give the engine a larger KV cache",
-            )
+    def submit(
+        self, spec: RequestSpec, on_chunk: Callable[[OutputChunk], None], grammar: GrammarRun | None = None
+    ) -> None:
+        """Queue a request. ``grammar`` may still be compiling: the request waits for it.
+
+        Raises:
+            RequestError: it could never run. QueueFullError: too many wait. EngineError: the engine is closed.
+        """
         text = TextStream(self._tokenizer, spec.params.stop, include_stop=spec.params.include_stop_in_output)
-        request = Request(spec, text, on_chunk, self._block_size)
+        request = Request(spec, text, on_chunk, self._block_size, grammar)
         with self._wake:
             if self._closing:
                 raise EngineError("the engine is closed")
-            if spec.request_id in self._by_id:
-                raise RequestError("request_id", spec.request_id, "an id that is not in use")
-            self._by_id[spec.request_id] = request
-            self._arrived.append(request)
+            self._scheduler.enqueue(request)
             self._wake.notify()
 
     def cancel(self, request_id: str) -> None:
         """Mark a request; it ends before the next pass. Unknown ids are ignored."""
         with self._wake:
-            request = self._by_id.get(request_id)
-            if request is not None:
-                request.cancelled = True
+            if self._scheduler.cancel(request_id):
                 self._wake.notify()
+
+    def wake(self) -> None:
+        """Something outside has changed (a grammar is compiled): look at the waiting requests again."""
+        with self._wake:
+            self._wake.notify()
 
     def stats(self) -> EngineStats:
         """A snapshot; safe from any thread."""
         with self._wake:
-            free = self._pool.free
+            pages = self._scheduler.page_counts()
             return EngineStats(
-                pages_total=self._pool.total,
-                pages_free=free,
-                pages_used=self._pool.total - free,
-                pages_cached=0,
-                running=len(self._running),
-                waiting=len(self._waiting) + len(self._arrived),
-                counters=dict(self._counters),
+                pages_total=pages.total,
+                pages_free=pages.free,
+                pages_used=pages.used,
+                pages_cached=pages.cached,
+                running=len(self._scheduler.running),
+                waiting=len(self._scheduler.waiting),
+                counters={**self._counters, **self._scheduler.snapshot()},
             )
+
+    def profiler(self) -> CycleProfiler:
+        """Measures cycles on an idle engine. It runs on any page, so no prefix is remembered afterwards."""
+        self._scheduler.forget_prefixes()
+        return self._profiler
 
     def close(self) -> None:
         """Stop after the pass in progress; requests that are not done end as cancelled."""
@@ -189,59 +217,57 @@ class Engine:
     def _run(self) -> None:
         while True:
             with self._wake:
-                while not (self._closing or self._arrived or self._waiting or self._running or self._in_flight):
-                    self._wake.wait()
+                while not (self._closing or self._has_work()):
+                    deadline = self._scheduler.next_deadline()
+                    self._wake.wait(None if deadline is None else max(0.0, deadline - time.perf_counter()))
                 if self._closing:
                     break
-                self._waiting.extend(self._arrived)
-                self._arrived.clear()
             try:
                 self._step()
             except Exception as error:
                 # Not a single pass but the loop itself: whatever happened, no request may wait for ever.
                 logger.exception("the engine loop failed")
                 self._fail_all(error)
-        for request in [*self._running, *self._waiting, *self._arrived]:
+        for request in [*self._scheduler.running, *self._scheduler.waiting]:
             self._finish(request, "cancelled")
+
+    def _has_work(self) -> bool:
+        """Whether a step would do something. With nobody running, whoever is prepared can be admitted."""
+        if self._in_flight or self._scheduler.running or self._scheduler.ended(time.perf_counter()):
+            return True
+        return any(request.is_prepared for request in self._scheduler.waiting)
 
     @torch.inference_mode()
     def _step(self) -> None:
         """One turn of the loop: cancel, admit, launch prefill and a cycle, then read what was launched a turn ago."""
-        for request in [*self._waiting, *self._running]:
-            if request.cancelled:
-                self._finish(request, "cancelled")
-        if self._refill.is_open(len(self._waiting), len(self._running), len(self._free_slots), time.perf_counter()):
+        now = time.perf_counter()
+        for ending in self._scheduler.ended(now):
+            self._finish(ending.request, ending.reason, ending.error, ending.kind)
+        if self._refill.is_open(*self._scheduler.occupancy(), now):
             self._admit()
-        decoding = [r for r in self._running if r.is_prefilled and r.may_emit]
-        launched = self._prefill([r for r in self._running if not r.is_prefilled], len(decoding))
-        launched += self._decode([r for r in self._running if r.is_prefilled and r.may_emit])
+        running = self._scheduler.running
+        decoding = [r for r in running if r.is_prefilled and r.may_emit]
+        launched = self._prefill([r for r in running if not r.is_prefilled], len(decoding))
+        launched += self._decode(self._with_pages([r for r in running if r.is_prefilled and r.may_emit]))
         self._in_flight.extend(launched)
-        # With overlap the newest cycle is read a turn later, while the device runs the one after it.
-        kept = 1 if self._overlap and launched else 0
+        # With overlap the newest cycle is read a turn later, while the device runs the one after it. A grammar's masks
+        # need the result of the cycle before, so with one among the requests nothing is gained by waiting.
+        kept = 1 if self._overlap and launched and not any(r.grammar for r in running) else 0
         while len(self._in_flight) > kept:
             self._deliver(self._in_flight.popleft())
 
     def _fail_all(self, error: Exception) -> None:
-        for request in [*self._running, *self._waiting]:
+        for request in [*self._scheduler.running, *self._scheduler.waiting]:
             try:
                 self._finish(request, "error", f"the engine failed: {type(error).__name__}")
             except Exception:
                 logger.exception("request %s could not be ended cleanly", request.spec.request_id)
 
     def _admit(self) -> None:
-        while self._waiting and self._free_slots:
-            request = self._waiting[0]
-            extent = self._extent_pages(request.spec)
-            with self._wake:
-                if extent > self._pool.free:
-                    return
-                pages = self._pool.acquire(request.spec.request_id, extent)
-                self._waiting.popleft()
-                request.slot = self._free_slots.pop()
-                request.context_host = len(request.spec.prompt) - 1
-                request.first_scheduled = time.perf_counter()
-                self._running.append(request)
+        for request in self._scheduler.admit(time.perf_counter()):
             spec = request.spec
+            assert request.slot is not None
+            request.context_host = len(spec.prompt) + request.emitted - 1
             try:
                 self._state.start(
                     request.slot,
@@ -251,11 +277,30 @@ class Engine:
                     max_output_tokens=spec.max_output_tokens,
                     stop_ids=spec.stop_ids,
                     bad_words=spec.bad_words,
-                    pages=pages,
+                    pages=request.pages,
+                    output=request.output,
                 )
             except Exception as error:
                 logger.exception("request %s could not be started", spec.request_id)
                 self._finish(request, "error", f"the request could not be started: {type(error).__name__}")
+
+    def _with_pages(self, requests: Sequence[Request]) -> list[Request]:
+        """Give every request the pages of its next cycle, in the order of service; leave out who was preempted."""
+        for request in sorted(requests, key=lambda one: one.rank):
+            held = len(request.pages)
+            # Every cycle that was not read yet may have moved the context by S.
+            furthest = request.context_host + (request.in_flight + 1) * self._block_size
+            if request.slot is None or not self._scheduler.reserve(request, furthest):
+                continue
+            if len(request.pages) > held:
+                self._state.set_pages(request.slot, request.pages)
+        return [request for request in requests if request.slot is not None]
+
+    def _masks(self, requests: Sequence[Request]) -> Masks | None:
+        runs = [request.grammar for request in requests]
+        if not any(runs):
+            return None
+        return lambda drafts: allowed_tokens(runs, drafts, self._session.target_config.vocab_size)
 
     def _prefill(self, requests: Sequence[Request], decoding: int) -> list[_Launched]:
         """Launch one budget of prompt tokens; what the cycle of ``decoding`` requests computes is taken from it."""
@@ -268,12 +313,13 @@ class Engine:
         while groups:
             group = groups.pop(0)
             try:
-                completed, result = run_prefill(self._session, self._state, group)
+                completed, result = run_prefill(self._session, self._state, group, self._masks)
                 if result is not None:
-                    launched.append(_Launched(completed, PendingResult(result), block_size=None))
+                    launched.append(_launched(completed, PendingResult(result), block_size=None))
             except Exception as error:
                 groups[:0] = self._isolate(error, group, [chunk.request for chunk in group])
                 continue
+            self._counters["prefill_tokens"] += sum(chunk.count for chunk in group)
             for request in completed:
                 request.in_flight += 1
         return launched
@@ -290,13 +336,13 @@ class Engine:
                 for request in group:
                     mode |= request.spec.mode
                 slots = [r.slot for r in group if r.slot is not None]
-                pending = self._runner.launch(slots, block_size, columns, mode)
+                pending = self._runner.launch(slots, block_size, columns, mode, self._masks(group))
             except Exception as error:
                 groups[:0] = self._isolate(error, group, group)
                 continue
             for request in group:
                 request.in_flight += 1
-            launched.append(_Launched(group, pending, block_size))
+            launched.append(_launched(group, pending, block_size))
         return launched
 
     def _choose_block_size(self, group: Sequence[Request]) -> int:
@@ -323,14 +369,12 @@ class Engine:
     def _deliver(self, launched: _Launched) -> None:
         """Read one pass and hand out its tokens; requests that have ended meanwhile get nothing of it."""
         result = launched.pending.read(len(launched.requests))
-        for request in launched.requests:
+        awaited = launched.awaited()
+        for _, request in awaited:
             request.in_flight -= 1
         if self._policy is not None and launched.block_size is not None:
-            live = [row for row, request in enumerate(launched.requests) if not request.finished]
-            self._policy.observe(launched.block_size, [result.accepted[row] for row in live])
-        for row, request in enumerate(launched.requests):
-            if request.finished:
-                continue
+            self._policy.observe(launched.block_size, [result.accepted[row] for row, _ in awaited])
+        for row, request in awaited:
             if result.status[row] == FAULTY:
                 self._finish(request, "error", "the target's logits are not numbers")
                 continue
@@ -350,30 +394,26 @@ class Engine:
                 logger.exception("the output of request %s could not be delivered", request.spec.request_id)
                 self._finish(request, "error", f"the output could not be turned into text: {type(error).__name__}")
                 continue
-            if request.finished:
-                self._retire(request)
+            if request.finish_reason is not None:
+                self._retire(request, request.finish_reason)
 
-    def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+    def _finish(
+        self, request: Request, reason: FinishReason, error: str | None = None, kind: ErrorKind = "engine"
+    ) -> None:
         try:
-            request.end(reason, error)
+            request.end(reason, error, kind)
         finally:
             self._retire(request, reason)
 
-    def _retire(self, request: Request, reason: FinishReason = "stop") -> None:
+    def _retire(self, request: Request, reason: FinishReason) -> None:
         """Give slot and pages back, once, and count the request."""
         metrics = request.metrics()
         with self._wake:
-            self._by_id.pop(request.spec.request_id, None)
-            if request.slot is not None:
-                pages = self._pool.release(request.spec.request_id)
-                self._running.remove(request)
-                self._free_slots.append(request.slot)
-                request.slot = None
-                if reason == "error":
-                    # What a faulty pass wrote may be NaN, which a mask does not hide from the page's next owner.
-                    self._session.clear_pages([*pages, self._pool.total])
-            else:
-                self._waiting = deque(r for r in self._waiting if r is not request)
+            had_pages = request.slot is not None
+            pages = self._scheduler.retire(request, 0 if reason == "error" else request.committed_host)
+            if reason == "error" and had_pages:
+                # What a faulty pass wrote may be NaN, which a mask does not hide from the page's next owner.
+                self._session.clear_pages([*pages, self._scratch_page])
             self._count(metrics, reason)
 
     def _count(self, metrics: RequestMetrics, reason: FinishReason) -> None:
@@ -385,8 +425,9 @@ class Engine:
         self._counters["drafted_tokens"] += metrics.drafted_tokens
         self._counters["accepted_tokens"] += metrics.accepted_tokens
 
-    def _extent_pages(self, spec: RequestSpec) -> int:
-        return _pages(len(spec.prompt) + spec.max_output_tokens, self._session.limits.page_tokens)
+
+def _launched(requests: Sequence[Request], pending: PendingResult, block_size: int | None) -> _Launched:
+    return _Launched(requests, [request.incarnation for request in requests], pending, block_size)
 
 
 def _pages(tokens: int, page_tokens: int) -> int:

@@ -22,17 +22,14 @@ from trtllm_dflash.runtime.block_policy import CycleTable
 from trtllm_dflash.runtime.cycle_profile import CycleProfiler
 from trtllm_dflash.runtime.cycle_runner import EngineOptions, expected_graphs
 from trtllm_dflash.runtime.engine import Engine
+from trtllm_dflash.runtime.grammar import GrammarCompiler, GrammarRun
 from trtllm_dflash.runtime.memory import plan_memory
 from trtllm_dflash.runtime.outputs import EngineStats, OutputChunk, RequestOutput, TokenLogprobs
 from trtllm_dflash.runtime.prompting import PROMPT_KINDS, Prompt, PromptEncoder
 from trtllm_dflash.runtime.request import RequestSpec
-from trtllm_dflash.runtime.slots import (
-    MAX_BAD_WORD_TOKENS,
-    MAX_BAD_WORDS,
-    MAX_BIAS_IDS,
-    MAX_STOP_IDS,
-    SamplingMode,
-)
+from trtllm_dflash.runtime.request_limits import check_capacity, checked_deadline, checked_priority, checked_salt
+from trtllm_dflash.runtime.scheduler import AdmissionLimits
+from trtllm_dflash.runtime.slots import SamplingMode
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +46,9 @@ class LLM:
         device: ``cpu`` or ``cuda:N``; None takes the first CUDA GPU or else the CPU.
         block_size: S, up to the engine's; None takes the engine's.
         kv_cache_tokens: tokens of the KV caches; None takes what the limits need, bounded by free memory.
+        prefix_cache: prompts that begin alike are computed once, as long as pages last.
+        max_queue: waiting requests; one more is refused with ``QueueFullError``. None is unlimited.
+        max_tokens_in_flight: tokens that running requests may come to hold together. None is unlimited.
         kernels: what the torch backend computes with on a GPU: ``auto``, ``plugins`` (insist) or ``torch``.
         options: how cycles are launched; the defaults are right unless something is being measured.
 
@@ -66,11 +66,18 @@ class LLM:
         kv_cache_tokens: int | None = None,
         kernels: KernelChoice = "auto",
         options: EngineOptions | None = None,
+        prefix_cache: bool = True,
+        max_queue: int | None = None,
+        max_tokens_in_flight: int | None = None,
     ) -> None:
+        admission = AdmissionLimits(max_queue=max_queue, max_tokens_in_flight=max_tokens_in_flight)
         engine_path = Path(engines)
         session = load_session(engine_path, device=device, kernels=kernels)
         backend = open_engine_directory(engine_path, verify=False).backend
-        self._start(session, engine_path / "tokenizer", backend, speculation, block_size, kv_cache_tokens, options)
+        tokenizer = engine_path / "tokenizer"
+        self._start(
+            session, tokenizer, backend, speculation, block_size, kv_cache_tokens, options, prefix_cache, admission
+        )
 
     @classmethod
     def of_session(
@@ -82,10 +89,13 @@ class LLM:
         block_size: int | None = None,
         kv_cache_tokens: int | None = None,
         options: EngineOptions | None = None,
+        prefix_cache: bool = True,
     ) -> LLM:
         """An LLM on a session that is already there, with the tokenizer of a directory; it then owns the session."""
         llm = cls.__new__(cls)
-        llm._start(session, Path(tokenizer), "torch", speculation, block_size, kv_cache_tokens, options)
+        llm._start(
+            session, Path(tokenizer), "torch", speculation, block_size, kv_cache_tokens, options, prefix_cache, None
+        )
         return llm
 
     def _start(
@@ -97,6 +107,8 @@ class LLM:
         block_size: int | None,
         kv_cache_tokens: int | None,
         options: EngineOptions | None,
+        prefix_cache: bool,
+        admission: AdmissionLimits | None,
     ) -> None:
         self._session = session
         self._block_size = _choose_block_size(session, speculation, block_size)
@@ -115,14 +127,17 @@ class LLM:
             num_pages=self.memory.num_pages,
             block_size=self._block_size,
             options=options,
+            prefix_cache=prefix_cache,
+            limits=admission,
         )
+        self._grammars = GrammarCompiler(self._prompts.tokenizer, session.target_config.vocab_size)
         self.limits = session.limits
         self.backend: Backend = backend
 
     @property
     def profiler(self) -> CycleProfiler:
-        """Measures cycles; only while no request is running."""
-        return self._engine.profiler
+        """Measures cycles; only while no request is running. It overwrites pages, so cached prefixes are forgotten."""
+        return self._engine.profiler()
 
     @property
     def block_size(self) -> int:
@@ -171,12 +186,13 @@ class LLM:
         """
         several = _as_prompts(prompts)
         each = _as_params(params, len(several))
-        specs = [self._spec(prompt, one, None) for prompt, one in zip(several, each, strict=True)]
+        specs = [self._spec(prompt, one) for prompt, one in zip(several, each, strict=True)]
+        grammars = [self._grammar(spec) for spec in specs]
         collectors = [_Collector(index, spec, on_chunk) for index, spec in enumerate(specs)]
         submitted: list[str] = []
         try:
-            for spec, collector in zip(specs, collectors, strict=True):
-                self._engine.submit(spec, collector.add)
+            for spec, grammar, collector in zip(specs, grammars, collectors, strict=True):
+                self._engine.submit(spec, collector.add, grammar)
                 submitted.append(spec.request_id)
             return [collector.wait() for collector in collectors]
         except BaseException:
@@ -184,8 +200,16 @@ class LLM:
                 self._engine.cancel(request_id)
             raise
 
-    async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[OutputChunk]:
-        """Chunks of one request as they appear; leaving the iterator cancels the request."""
+    async def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[OutputChunk]:
+        """Chunks of one request as they appear; leaving the iterator cancels the request. Options as in ``submit``."""
         loop = asyncio.get_running_loop()
         chunks: asyncio.Queue[OutputChunk] = asyncio.Queue()
 
@@ -196,7 +220,14 @@ class LLM:
                 # The event loop is closed: nobody is left to read.
                 self.cancel(chunk.request_id)
 
-        request_id = self.submit(prompt, params or SamplingParams(), deliver)
+        request_id = self.submit(
+            prompt,
+            params or SamplingParams(),
+            deliver,
+            priority=priority,
+            deadline_s=deadline_s,
+            cache_salt=cache_salt,
+        )
         try:
             while True:
                 chunk = await chunks.get()
@@ -213,16 +244,30 @@ class LLM:
         on_chunk: Callable[[OutputChunk], None],
         *,
         request_id: str | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        cache_salt: str | None = None,
     ) -> str:
         """Queue a request and return its id at once.
 
-        ``on_chunk`` runs on the engine thread; it must be quick and not raise.
+        Args:
+            on_chunk: runs on the engine thread; it must be quick and not raise.
+            priority: -10 to 10, larger is sooner: one more is worth ten seconds of waiting, so nobody starves.
+            deadline_s: seconds from now; a request that is not finished then ends with reason ``error``.
+            cache_salt: only requests of the same salt share cached prefixes with this one.
 
         Raises:
-            RequestError: invalid prompt or parameters; nothing was queued.
+            RequestError: invalid prompt or parameters. QueueFullError: too many wait. Nothing was queued.
         """
-        spec = self._spec(prompt, params, request_id)
-        self._engine.submit(spec, on_chunk)
+        spec = self._spec(prompt, params)
+        spec = replace(
+            spec,
+            request_id=request_id or spec.request_id,
+            priority=checked_priority(priority),
+            deadline_s=checked_deadline(deadline_s),
+            salt=checked_salt(cache_salt),
+        )
+        self._engine.submit(spec, on_chunk, self._grammar(spec))
         return spec.request_id
 
     def cancel(self, request_id: str) -> None:
@@ -235,6 +280,7 @@ class LLM:
 
     def close(self) -> None:
         """Stop the engine; unfinished requests end as cancelled."""
+        self._grammars.close()
         self._engine.close()
 
     def __enter__(self) -> LLM:
@@ -243,7 +289,7 @@ class LLM:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _spec(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> RequestSpec:
+    def _spec(self, prompt: Prompt, params: SamplingParams) -> RequestSpec:
         ids = self._prompts.encode(prompt)
         limit = self._session.limits.max_seq_len
         if len(ids) + 1 > limit:
@@ -258,9 +304,9 @@ class LLM:
         target = self._session.target_config
         stop_ids = tuple(dict.fromkeys([*(() if params.ignore_eos else target.eos_token_ids), *params.stop_token_ids]))
         bad_words = self._prompts.bad_word_sequences(params.bad_words)
-        _check_capacity(params, stop_ids, bad_words, target.vocab_size)
+        check_capacity(params, stop_ids, bad_words, target.vocab_size)
         return RequestSpec(
-            request_id=request_id or uuid.uuid4().hex,
+            request_id=uuid.uuid4().hex,
             prompt=ids,
             params=params,
             mode=SamplingMode.of(params),
@@ -269,6 +315,10 @@ class LLM:
             bad_words=bad_words,
             seed=secrets.randbits(64) if params.seed is None else params.seed,
         )
+
+    def _grammar(self, spec: RequestSpec) -> GrammarRun | None:
+        wanted = spec.params.structured_output
+        return None if wanted is None else self._grammars.start(wanted, spec.stop_ids, self._engine.wake)
 
 
 class _Collector:
@@ -362,24 +412,3 @@ def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: 
     if len(params) != count:
         raise RequestError("params", f"{len(params)} sampling parameters", f"one, or one per prompt ({count})")
     return list(params)
-
-
-def _check_capacity(
-    params: SamplingParams, stop_ids: Sequence[int], bad_words: Sequence[Sequence[int]], vocab_size: int
-) -> None:
-    """Limits of the slot tensors, and ids within the vocabulary."""
-    if len(stop_ids) > MAX_STOP_IDS:
-        raise RequestError("stop_token_ids", f"{len(stop_ids)} ids", f"at most {MAX_STOP_IDS} ids, EOS included")
-    if len(params.logit_bias) > MAX_BIAS_IDS:
-        raise RequestError("logit_bias", f"{len(params.logit_bias)} ids", f"at most {MAX_BIAS_IDS} ids")
-    if len(bad_words) > MAX_BAD_WORDS:
-        raise RequestError("bad_words", f"{len(bad_words)} token sequences", f"at most {MAX_BAD_WORDS}")
-    for word in bad_words:
-        if len(word) > MAX_BAD_WORD_TOKENS:
-            raise RequestError("bad_words", f"a word of {len(word)} tokens", f"at most {MAX_BAD_WORD_TOKENS} tokens")
-    for field, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
-        for token in ids:
-            if not 0 <= token < vocab_size:
-                raise RequestError(field, token, f"token ids from 0 to {vocab_size - 1}")
-    if params.logprobs is not None and params.logprobs > vocab_size:
-        raise RequestError("logprobs", params.logprobs, f"at most {vocab_size}")

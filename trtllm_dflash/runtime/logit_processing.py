@@ -78,3 +78,14 @@ def _scatter_minus_inf(logits: Tensor, ids: Tensor, banned: Tensor) -> None:
     values = torch.zeros(banned.shape, dtype=logits.dtype, device=logits.device)
     values.masked_fill_(banned, float("-inf"))
     logits.scatter_add_(-1, ids.unsqueeze(1).expand(-1, logits.shape[1], -1), values)
+
+
+def restrict(processed: Tensor, logits: Tensor, allowed: Tensor) -> Tensor:
+    """Only tokens that a grammar allows, ``allowed [B, S, V]`` bool, are possible.
+
+    Where the other parameters ban all of those, the grammar wins: the row takes the target's own logits of them.
+    """
+    banned = ~allowed
+    restricted = processed.masked_fill(banned, float("-inf"))
+    is_empty = restricted.amax(-1, keepdim=True) == float("-inf")
+    return torch.where(is_empty, logits.masked_fill(banned, float("-inf")), restricted)

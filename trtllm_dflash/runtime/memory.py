@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -129,5 +130,20 @@ def _usable_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * _GPU_SHARE)
+    return int(_available_host_bytes() * _CPU_SHARE)
+
+
+def _available_host_bytes() -> int:
+    """Memory that can be taken without swapping: the page cache counts as free, other processes' memory does not."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(available * _CPU_SHARE)
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        available = int(fields["MemAvailable"].split()[0]) * 1024
+        limit, used = (Path("/sys/fs/cgroup", name).read_text().strip() for name in ("memory.max", "memory.current"))
+        if limit != "max":
+            cached = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
+            available = min(available, int(limit) - int(used) + int(cached.get("inactive_file", 0)))
+    except (OSError, ValueError, KeyError, IndexError):
+        # Another system or another layout of cgroups: what is known so far has to do.
+        pass
+    return max(available, 0)

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+ErrorKind = Literal["engine", "deadline", "request"]
+"""Whose an error is: the engine's, the deadline's, or the request's own."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class RequestMetrics:
         accepted_histogram: entry j counts cycles that kept j drafts; sums to ``cycles``.
         acceptance_length: mean committed tokens per cycle, or None without a cycle. As in the reference
             (``dflash`` 0.1.0), the tokens of a cycle that is cut by a stop or limit count up to the cut.
+        cached_tokens: prompt tokens that the prefix cache had when the request first ran.
+        preemptions: times it gave its pages to others and went on later.
         queue_s, time_to_first_token_s, elapsed_s: seconds since arrival (queue: until first scheduled).
     """
 
@@ -44,6 +48,8 @@ class RequestMetrics:
     queue_s: float
     time_to_first_token_s: float
     elapsed_s: float
+    cached_tokens: int = 0
+    preemptions: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,7 @@ class OutputChunk:
         request_id: the request.
         text: new text; concatenated over chunks it is the whole text. Never splits a character.
         token_ids: new token ids. logprobs: one entry per new token id when asked for.
-        finish_reason: set on the last chunk. error: message when the reason is ``error``.
+        finish_reason: set on the last chunk. error: message when the reason is ``error``, error_kind: whose it is.
     """
 
     request_id: str
@@ -64,6 +70,7 @@ class OutputChunk:
     finish_reason: FinishReason | None = None
     error: str | None = None
     metrics: RequestMetrics | None = None
+    error_kind: ErrorKind | None = None
 
 
 @dataclass(frozen=True)
@@ -84,8 +91,11 @@ class RequestOutput:
 class EngineStats:
     """A snapshot of the runtime.
 
-    ``counters`` are monotonic: requests_finished, requests_cancelled, requests_failed, prompt_tokens,
-    output_tokens, cycles, drafted_tokens, accepted_tokens.
+    ``pages_total = pages_free + pages_used + pages_cached``: a cached page holds a prefix that nobody reads now, and is
+    given away when pages are needed. ``counters`` are monotonic: requests_finished, requests_cancelled, requests_failed
+    (requests_expired of them by their deadline), requests_refused (queue full), prompt_tokens, output_tokens, cycles,
+    drafted_tokens, accepted_tokens, prefill_tokens (computed), prefix_lookup_tokens and prefix_hit_tokens (looked for /
+    found in the prefix cache), preemptions, pages_evicted.
     """
 
     pages_total: int

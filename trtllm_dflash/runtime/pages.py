@@ -1,12 +1,16 @@
-"""The page pool: which pages of the paged KV cache are free, and who owns the others."""
+"""The page pool: which pages of the paged KV cache nobody holds."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from trtllm_dflash.errors import EngineError
 
 
 class PagePool:
     """Free list of pages shared by target and drafter (one page table serves both caches).
+
+    Who holds a page is its holder's business: one request, or the prefix cache for any number of them.
 
     Args:
         num_pages: pages that can be given out, ids 0 .. num_pages - 1.
@@ -15,27 +19,26 @@ class PagePool:
     def __init__(self, num_pages: int) -> None:
         self.total = num_pages
         self._free = list(range(num_pages - 1, -1, -1))
-        self._owned: dict[str, list[int]] = {}
+        self._is_free = [True] * num_pages
 
     @property
     def free(self) -> int:
-        """Pages nobody owns."""
+        """Pages nobody holds."""
         return len(self._free)
 
-    def acquire(self, owner: str, count: int) -> list[int]:
-        """Give ``count`` pages to ``owner``, who must own none. Raises ``EngineError`` if fewer are free."""
-        if owner in self._owned:
-            raise EngineError(f"request {owner} already owns pages")
+    def take(self, count: int) -> list[int]:
+        """Hand out ``count`` pages. Raises ``EngineError`` if fewer are free."""
         if count > len(self._free):
             raise EngineError(f"{count} pages were asked for and {len(self._free)} are free")
         pages = [self._free.pop() for _ in range(count)]
-        self._owned[owner] = pages
-        return list(pages)
-
-    def release(self, owner: str) -> list[int]:
-        """Take back all pages of ``owner`` (once: a second release is an error) and say which they were."""
-        pages = self._owned.pop(owner, None)
-        if pages is None:
-            raise EngineError(f"request {owner} owns no pages")
-        self._free.extend(reversed(pages))
+        for page in pages:
+            self._is_free[page] = False
         return pages
+
+    def give(self, pages: Iterable[int]) -> None:
+        """Take pages back, each once: giving a free page back is an ``EngineError``."""
+        for page in pages:
+            if self._is_free[page]:
+                raise EngineError(f"page {page} was given back twice")
+            self._is_free[page] = True
+            self._free.append(page)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from trtllm_dflash.engine.session import EngineSession, TargetInputs
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.runtime.cycle import CycleResult, flat_slots, prepare, publish, settle
+from trtllm_dflash.runtime.cycle import CycleResult, Masks, flat_slots, prepare, publish, settle
 from trtllm_dflash.runtime.request import Request
 from trtllm_dflash.runtime.slots import SamplingMode, SlotState, upload
 
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Prompt tokens ``start .. start + count`` of one request; ``completes`` when they are its last."""
+    """Tokens ``start .. start + count`` of what one request must compute before its next cycle.
+
+    ``completes`` when a token is drawn after them: they end the prompt of a request that has no output yet. After a
+    preemption the anchor was drawn long ago.
+    """
 
     request: Request
     start: int
@@ -31,7 +35,7 @@ class PrefillChunk:
 
     @property
     def completes(self) -> bool:
-        return self.start + self.count == len(self.request.spec.prompt)
+        return self.start + self.count == len(self.request.prefill_ids) and not self.request.emitted
 
 
 def plan_chunks(waiting_prefill: Sequence[Request], token_budget: int) -> list[PrefillChunk]:
@@ -40,16 +44,21 @@ def plan_chunks(waiting_prefill: Sequence[Request], token_budget: int) -> list[P
     for request in waiting_prefill:
         if token_budget == 0:
             break
-        count = min(len(request.spec.prompt) - request.prefilled, token_budget)
+        count = min(len(request.prefill_ids) - request.prefilled, token_budget)
         chunks.append(PrefillChunk(request, request.prefilled, count))
         token_budget -= count
     return chunks
 
 
 def run_prefill(
-    session: EngineSession, state: SlotState, chunks: Sequence[PrefillChunk]
+    session: EngineSession,
+    state: SlotState,
+    chunks: Sequence[PrefillChunk],
+    masks_of: Callable[[Sequence[Request]], Masks | None] = lambda requests: None,
 ) -> tuple[list[Request], CycleResult | None]:
     """Compute the chunks; requests whose prompt is complete get their first token.
+
+    ``masks_of`` gives the grammar masks of a batch, see ``draft_verify_cycle``.
 
     Returns:
         the completed requests and their one-token result, in the same order (None if there are none).
@@ -70,7 +79,7 @@ def run_prefill(
     cache_slots = cache_slots.view(-1)
     ids: list[int] = []
     for chunk in chunks:
-        ids.extend(chunk.request.spec.prompt[chunk.start : chunk.start + chunk.count])
+        ids.extend(chunk.request.prefill_ids[chunk.start : chunk.start + chunk.count])
     completing = [index for index, chunk in enumerate(chunks) if chunk.completes]
     outputs = session.target(
         TargetInputs(
@@ -95,7 +104,9 @@ def run_prefill(
     for request in requests:
         mode |= request.spec.mode
     rows = prepare(session, state, slots.index_select(0, upload(completing, torch.int64, device)), 1, columns)
-    result = settle(session, state, rows, mode, outputs.logits.unsqueeze(1), None)
+    masks = masks_of(requests)
+    allowed = None if masks is None else masks(slots.new_empty(len(requests), 0))
+    result = settle(session, state, rows, mode, outputs.logits.unsqueeze(1), None, allowed=allowed)
     publish(session, state, rows, result, mode)
     _advance(chunks)
     return requests, result

@@ -36,6 +36,11 @@ class PromptEncoder:
         self.vocab_size = vocab_size
 
     @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The transformers tokenizer."""
+        return self._tokenizer
+
+    @property
     def backend(self) -> Tokenizer:
         """The ``tokenizers`` object."""
         backend: Tokenizer = self._tokenizer.backend_tokenizer

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from trtllm_dflash.config.sampling import SamplingParams
-from trtllm_dflash.runtime.outputs import FinishReason, OutputChunk, RequestMetrics, TokenLogprobs
+from trtllm_dflash.runtime.grammar import GrammarRun
+from trtllm_dflash.runtime.outputs import ErrorKind, FinishReason, OutputChunk, RequestMetrics, TokenLogprobs
+from trtllm_dflash.runtime.prefix_cache import CachedPage
 from trtllm_dflash.runtime.slots import SamplingMode
 from trtllm_dflash.runtime.text import TextStream
 
 logger = logging.getLogger(__name__)
+
+PRIORITY_STEP_S = 10.0
+"""A request of one priority more is served as if it had arrived this much earlier."""
+_arrivals = itertools.count()
 
 
 @dataclass(frozen=True)
 class RequestSpec:
     """A validated request: token ids and everything derived from its parameters once.
 
-    ``max_output_tokens`` is min(max_tokens, max_seq_len - prompt). ``seed`` is 64 bits.
+    ``max_output_tokens`` is min(max_tokens, max_seq_len - prompt). ``seed`` is 64 bits. ``priority``: larger is sooner.
+    ``deadline_s`` counts from the arrival. Prompts of different ``salt`` never share cached pages.
     """
 
     request_id: str
@@ -30,29 +38,46 @@ class RequestSpec:
     stop_ids: tuple[int, ...]
     bad_words: tuple[tuple[int, ...], ...]
     seed: int
+    priority: int = 0
+    deadline_s: float | None = None
+    salt: str | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """Progress of one request.
 
-    ``context_host`` is the slot's context length as far as results were read; ``in_flight`` counts the passes that were
-    launched and not read, each of which emits at least one token unless the request has ended.
+    Attributes:
+        slot: while it runs. pages: in order of positions. chain: those of them, the first ones, that are shared
+        through the prefix cache. incarnation: how often it was admitted; results of a pass that was launched for an
+        earlier one must be dropped.
+        prefill_ids: what the prefill computes: the prompt, or after a preemption the prompt and all output but the
+        last token, which is the anchor. prefilled: how many of their passes were launched.
+        context_host: the slot's context length as far as results were read. in_flight: passes that were launched for
+        this incarnation and not read, each of which emits at least one token unless the request has ended.
+        output: tokens emitted. rank: place in the order of service, the smaller the sooner.
     """
 
     spec: RequestSpec
     text: TextStream
     on_chunk: Callable[[OutputChunk], None]
     block_size: int
+    grammar: GrammarRun | None = None
     arrival: float = field(default_factory=time.perf_counter)
     slot: int | None = None
-    pages: int = 0
+    pages: list[int] = field(default_factory=list)
+    chain: list[CachedPage] = field(default_factory=list)
+    is_shared: bool = False
+    incarnation: int = 0
+    preemptions: int = 0
     prefilled: int = 0
+    cached_tokens: int = 0
     context_host: int = 0
     in_flight: int = 0
-    emitted: int = 0
+    output: list[int] = field(default_factory=list)
     cancelled: bool = False
-    finished: bool = False
+    is_expired: bool = False
+    finish_reason: FinishReason | None = None
     first_scheduled: float | None = None
     first_token: float | None = None
     cycles: int = 0
@@ -61,11 +86,61 @@ class Request:
 
     def __post_init__(self) -> None:
         self.histogram = [0] * self.block_size
+        self.prefill_ids = self.spec.prompt
+        self.rank = (self.arrival - PRIORITY_STEP_S * self.spec.priority, next(_arrivals))
+        self.deadline = None if self.spec.deadline_s is None else self.arrival + self.spec.deadline_s
+
+    @property
+    def emitted(self) -> int:
+        """Output tokens so far."""
+        return len(self.output)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last chunk was sent."""
+        return self.finish_reason is not None
+
+    @property
+    def extent(self) -> int:
+        """Positions that it may come to hold."""
+        return len(self.spec.prompt) + self.spec.max_output_tokens
+
+    @property
+    def sequence(self) -> tuple[int, ...]:
+        """Prompt and output."""
+        return (*self.spec.prompt, *self.output)
+
+    @property
+    def committed_host(self) -> int:
+        """Leading positions of ``sequence`` that are known to be right in both caches.
+
+        0 before the first token: only then is it certain that what the prompt left there are numbers. The last token
+        is not computed yet.
+        """
+        if not self.output:
+            return 0
+        return len(self.spec.prompt) + self.emitted - 1 if self.is_prefilled else self.prefilled
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether it may be admitted: a grammar must be compiled first."""
+        return self.grammar is None or self.grammar.is_ready
+
+    @property
+    def failure(self) -> str | None:
+        """Why it cannot go on, found outside a pass."""
+        return None if self.grammar is None else self.grammar.failure
+
+    def go_back(self) -> None:
+        """After a preemption: everything but the last token will be computed again."""
+        self.prefilled = 0
+        self.in_flight = 0
+        self.prefill_ids = self.sequence[:-1] if self.output else self.spec.prompt
 
     @property
     def is_prefilled(self) -> bool:
-        """Whether every prompt token's pass has been launched."""
-        return self.prefilled == len(self.spec.prompt)
+        """Whether the pass of every token before the next cycle has been launched."""
+        return self.prefilled == len(self.prefill_ids)
 
     @property
     def is_reproducible(self) -> bool:
@@ -74,8 +149,9 @@ class Request:
 
     @property
     def may_emit(self) -> bool:
-        """Whether the passes in flight may leave something to emit."""
-        return self.remaining_host > self.in_flight
+        """Whether a cycle may be launched: the passes in flight may leave something to emit, and a grammar's place is
+        known only when they were read."""
+        return self.remaining_host > self.in_flight and (self.grammar is None or self.in_flight == 0)
 
     @property
     def remaining_host(self) -> int:
@@ -99,7 +175,7 @@ class Request:
         """
         delta = self.text.push(tokens, ended_by_stop_id=stopped)
         used = delta.tokens_used
-        self.emitted += used
+        self.output.extend(tokens[:used])
         self.context_host += used
         if self.first_token is None:
             self.first_token = time.perf_counter()
@@ -112,13 +188,16 @@ class Request:
             reason = "stop"
         elif at_limit:
             reason = "length"
+        error = None
+        if self.grammar is not None and not self.grammar.advance(tokens[:used]):
+            reason, error = "error", "structured_output: the grammar allows no token here that the other parameters do"
         text = delta.text if reason is None or delta.stopped else delta.text + self.text.finish()
-        self._send(text, tuple(tokens[:used]), tuple(logprobs[:used]), reason, None)
+        self._send(text, tuple(tokens[:used]), tuple(logprobs[:used]), reason, error, "request")
         return used
 
-    def end(self, reason: FinishReason, error: str | None = None) -> None:
+    def end(self, reason: FinishReason, error: str | None = None, kind: ErrorKind = "engine") -> None:
         """Finish without new tokens (cancelled or failed); text that was held back is still delivered."""
-        self._send(self.text.finish(), (), (), reason, error)
+        self._send(self.text.finish(), (), (), reason, error, kind)
 
     def metrics(self) -> RequestMetrics:
         """Counters up to now."""
@@ -135,6 +214,8 @@ class Request:
             queue_s=(self.first_scheduled or now) - self.arrival,
             time_to_first_token_s=(self.first_token or now) - self.arrival,
             elapsed_s=now - self.arrival,
+            cached_tokens=self.cached_tokens,
+            preemptions=self.preemptions,
         )
 
     def _send(
@@ -144,13 +225,17 @@ class Request:
         logprobs: tuple[TokenLogprobs, ...],
         reason: FinishReason | None,
         error: str | None,
+        kind: ErrorKind,
     ) -> None:
-        self.finished = reason is not None
+        self.finish_reason = reason
         if not (text or tokens or self.finished):
             return
         metrics = self.metrics() if self.finished else None
         try:
-            self.on_chunk(OutputChunk(self.spec.request_id, text, tokens, logprobs, reason, error, metrics))
+            kind_or_none = None if error is None else kind
+            self.on_chunk(
+                OutputChunk(self.spec.request_id, text, tokens, logprobs, reason, error, metrics, kind_or_none)
+            )
         except Exception:
             # The consumer's fault ends its own request, never the engine's thread.
             logger.exception("the consumer of request %s failed", self.spec.request_id)

@@ -47,6 +47,7 @@ class SamplingMode:
     bad_words: bool = False
     min_tokens: bool = False
     logprobs: int | None = None
+    grammar: bool = False
 
     def __or__(self, other: SamplingMode) -> SamplingMode:
         wanted = [n for n in (self.logprobs, other.logprobs) if n is not None]
@@ -59,6 +60,7 @@ class SamplingMode:
             self.bad_words or other.bad_words,
             self.min_tokens or other.min_tokens,
             max(wanted) if wanted else None,
+            self.grammar or other.grammar,
         )
 
     def on_kernels(self) -> SamplingMode:
@@ -79,6 +81,7 @@ class SamplingMode:
             bad_words=bool(params.bad_words),
             min_tokens=params.min_tokens > 0,
             logprobs=params.logprobs,
+            grammar=params.structured_output is not None,
         )
 
 
@@ -189,19 +192,22 @@ class SlotState:
         stop_ids: Sequence[int],
         bad_words: Sequence[Sequence[int]],
         pages: Sequence[int],
+        output: Sequence[int] = (),
     ) -> None:
-        """Fill ``slot`` for a new request; nothing of the previous one that it will read remains.
+        """Fill ``slot`` for a request; nothing of the previous one that it will read remains.
 
-        ``seed`` is any 64-bit pattern. Nothing here waits for the device.
+        ``seed`` is any 64-bit pattern. ``output`` is what a request that goes on after a preemption had emitted: its
+        next cycle starts from there. Nothing here waits for the device.
         """
         mode = SamplingMode.of(params)
         vocab_size = self.output_counts.shape[1]
+        sequence = [*prompt, *output]
         ints = [
-            prompt[-1],
+            sequence[-1],
             # The last prompt token plays the anchor of the first (draftless) acceptance.
-            len(prompt) - 1,
-            max_output_tokens,
-            0,
+            len(sequence) - 1,
+            max_output_tokens - len(output),
+            len(output),
             seed - (1 << 64) if seed >= 1 << 63 else seed,
             min(params.top_k, vocab_size),
             min(params.min_tokens, max_output_tokens),
@@ -222,11 +228,13 @@ class SlotState:
         self._start_bad_words(slot, bad_words)
         # Only these read what came before; a neutral penalty gives the same logits whatever the counts say.
         if mode.bad_words or mode.penalties:
-            ids = upload(prompt, torch.int64, self.device)
-            self.history[slot, : len(prompt)] = ids
+            ids = upload(sequence, torch.int64, self.device)
+            self.history[slot, : len(sequence)] = ids
             self.output_counts[slot].zero_()
+            emitted = ids[len(prompt) :]
+            self.output_counts[slot].scatter_add_(0, emitted, torch.ones_like(emitted, dtype=torch.int32))
             self.prompt_seen[slot].zero_()
-            self.prompt_seen[slot].index_fill_(0, ids, True)
+            self.prompt_seen[slot].index_fill_(0, ids[: len(prompt)], True)
 
     def set_pages(self, slot: int, pages: Sequence[int]) -> None:
         """Give ``slot`` these pages, in order of positions; nothing waits for the device."""

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trtllm_dflash.checkpoint.manifest import check_sizes
+from trtllm_dflash.config.drafter import DrafterLayerAttention
 from trtllm_dflash.config.pairing import BuildLimits
-from trtllm_dflash.engine.directory import open_engine_directory
+from trtllm_dflash.engine.directory import EngineDirectory, open_engine_directory
 from trtllm_dflash.errors import EngineError
 
 
@@ -19,6 +20,7 @@ class EngineFacts:
     Attributes:
         backend: what runs it. limits: what it was built for.
         vocab_size, eos_token_ids: the target's. has_drafter: whether it can speculate.
+        runs: what will run, as labels: backend, drafter version, block size, captured layers, windows, limits.
         config_sha256: of config.json, hexadecimal; it holds every other file's hash, so it identifies the directory.
     """
 
@@ -27,7 +29,12 @@ class EngineFacts:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     has_drafter: bool
+    runs: dict[str, str]
     config_sha256: str
+
+    def startup_line(self) -> str:
+        """One line that says what will run, so that nothing falls back silently."""
+        return "runs " + ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in self.runs.items())
 
 
 def read_engine_facts(engines: Path) -> EngineFacts:
@@ -45,8 +52,38 @@ def read_engine_facts(engines: Path) -> EngineFacts:
         vocab_size=directory.target_config.vocab_size,
         eos_token_ids=directory.target_config.eos_token_ids,
         has_drafter=directory.drafter_config is not None,
+        runs=_runs(directory),
         config_sha256=config_fingerprint(engines),
     )
+
+
+def _runs(directory: EngineDirectory) -> dict[str, str]:
+    drafter, limits = directory.drafter_config, directory.limits
+    runs = {"speculation": "off (no drafter)"}
+    if drafter is not None:
+        runs = {
+            "speculation": f"DFlash {drafter.version}",
+            "block_size": f"{limits.block_size} of {drafter.block_size}",
+            "captured_layers": " ".join(map(str, drafter.target_layer_ids)),
+            "windows": " ".join(_window(layer) for layer in drafter.layers),
+            "proposals": "selector walk" if drafter.version == 2 else "per position",
+            "head": "own reduced vocabulary" if drafter.draft_vocab_size else "shared",
+        }
+    return {
+        "target": directory.target_config.architecture,
+        **runs,
+        "backend": directory.backend,
+        "dtype": directory.target_config.dtype,
+        "max_batch_size": str(limits.max_batch_size),
+        "max_seq_len": str(limits.max_seq_len),
+        "max_num_tokens": str(limits.max_num_tokens),
+    }
+
+
+def _window(layer: DrafterLayerAttention) -> str:
+    """A drafter layer's visibility in one word: ``full``, ``2048``, ``2048-causal``."""
+    reach = "full" if layer.window is None else str(layer.window)
+    return f"{reach}-causal" if layer.causal else reach
 
 
 def config_fingerprint(engines: Path) -> str:

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 
 import click
@@ -19,8 +20,11 @@ import click
 from trtllm_dflash.errors import DFlashError
 from trtllm_dflash.runtime.llm import LLM
 from trtllm_dflash.serving import wire
+from trtllm_dflash.serving.chat_prompt import ChatTemplate
 from trtllm_dflash.serving.engine_facts import check_fingerprint, read_engine_facts
 from trtllm_dflash.serving.engine_server import EngineServer
+from trtllm_dflash.serving.log_format import LOG_FORMAT_VARIABLE, configure_logging
+from trtllm_dflash.serving.log_prob_details import TokenBytes
 from trtllm_dflash.serving.process_lifetime import Leash, exit_on_thread_failure, exit_with_the_proxy
 
 _log = logging.getLogger("trtllm_dflash.engine_process")
@@ -31,9 +35,22 @@ _log = logging.getLogger("trtllm_dflash.engine_process")
 @click.option("--config-sha256", default=None, help="SHA-256 of the directory's config.json, as deploy recorded it.")
 @click.option("--device", default=None, help="As LLM's device; default: the engine's own choice.")
 @click.option("--fd", type=int, required=True, help="File descriptor of the connected socket.")
-def main(engines: Path, config_sha256: str | None, device: str | None, fd: int) -> None:
+@click.option("--prefix-cache/--no-prefix-cache", default=True, help="As LLM's prefix_cache.")
+@click.option("--max-queue", type=int, default=None, help="As LLM's max_queue.")
+@click.option("--max-tokens-in-flight", type=int, default=None, help="As LLM's max_tokens_in_flight.")
+@click.option("--drain-s", type=float, default=30.0, help="After SIGTERM, seconds for the requests in flight.")
+def main(
+    engines: Path,
+    config_sha256: str | None,
+    device: str | None,
+    fd: int,
+    prefix_cache: bool,
+    max_queue: int | None,
+    max_tokens_in_flight: int | None,
+    drain_s: float,
+) -> None:
     """Serve one engine directory over an inherited socket."""
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    configure_logging(sys.stderr, os.environ.get(LOG_FORMAT_VARIABLE, "text"))
     # The terminal's Ctrl-C is for the server, which then closes the socket in its own order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     stream = socket.socket(fileno=fd)
@@ -44,19 +61,45 @@ def main(engines: Path, config_sha256: str | None, device: str | None, fd: int) 
         if config_sha256:
             check_fingerprint(engines, config_sha256)
         facts = read_engine_facts(engines)
-        engine = LLM(engines, device=device)
+        chat = ChatTemplate(engines / "tokenizer")
+        engine = LLM(
+            engines,
+            device=device,
+            prefix_cache=prefix_cache,
+            max_queue=max_queue,
+            max_tokens_in_flight=max_tokens_in_flight,
+        )
     except Exception as error:
         _log.exception("the engine in %s could not be loaded", engines)
         hint = getattr(error, "hint", None)
         text = f"{error} (hint: {hint})" if hint else str(error) or type(error).__name__
+        # Not closed here: the watcher of the proxy would take that for the proxy's end, and exit with 0.
         connection.send(wire.LoadFailed(text, permanent=isinstance(error, DFlashError)))
-        connection.close()
         raise SystemExit(1) from error
     _log.info("serving %s, process %d", engines, os.getpid())
+    _log.info("%s", facts.startup_line())
     server = EngineServer(
-        engine, connection, limits=facts.limits, eos_token_ids=facts.eos_token_ids, vocab_size=facts.vocab_size
+        engine,
+        connection,
+        limits=facts.limits,
+        eos_token_ids=facts.eos_token_ids,
+        vocab_size=facts.vocab_size,
+        render_chat=chat.encode,
+        token_bytes=TokenBytes(chat.tokenizer),
+        info=facts.runs,
+        speculates=facts.has_drafter,
     )
+    drained: list[threading.Thread] = []
+
+    def drain(*_: object) -> None:
+        if not drained:
+            drained.append(threading.Thread(target=server.drain, args=(drain_s,), name="drain"))
+            drained[0].start()
+
+    signal.signal(signal.SIGTERM, drain)
     server.run()
+    for thread in drained:
+        thread.join()
     engine.close()
 
 

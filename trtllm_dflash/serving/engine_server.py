@@ -5,23 +5,36 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Protocol
 
 from trtllm_dflash.config.pairing import BuildLimits
 from trtllm_dflash.config.sampling import SamplingParams
-from trtllm_dflash.errors import RequestError
+from trtllm_dflash.errors import QueueFullError, RequestError
 from trtllm_dflash.runtime.outputs import EngineStats, OutputChunk
 from trtllm_dflash.serving import wire
-from trtllm_dflash.serving.request_fields import parse_request
+from trtllm_dflash.serving.engine_metrics import EngineMetrics
+from trtllm_dflash.serving.log_prob_details import TokenBytes
+from trtllm_dflash.serving.path_redaction import without_paths
+from trtllm_dflash.serving.request_fields import ChatRequest, parse_request
 
 HEARTBEAT_S = 0.5
+MAX_ECHOED_CHARACTERS = 200
+_DRAIN_POLL_S = 0.02
+_FLUSH_S = 5.0
 _log = logging.getLogger(__name__)
-_PATH = re.compile(r"(?<![\w.])/(?:[\w.@+-]+/)+[\w.@+-]*")
+_CODES: dict[str | None, str] = {"deadline": "DEADLINE_EXCEEDED", "request": "INVALID_ARGUMENT"}
+# The runtime's names of fields → the inputs that they came from.
+_INPUT_NAMES = {
+    "prompt": "text_input",
+    "stop": "stop_words",
+    "logprobs": "return_log_probs",
+    "structured_output": "guided_decoding_guide",
+}
+_SHUTTING_DOWN = "the engine is shutting down; send the request again"
 
 
 class ChunkCallback(Protocol):
@@ -38,6 +51,9 @@ class Engine(Protocol):
         on_chunk: ChunkCallback,
         *,
         request_id: str | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        cache_salt: str | None = None,
     ) -> str: ...
 
     def cancel(self, request_id: str) -> None: ...
@@ -53,6 +69,8 @@ class EngineServer:
     Args:
         engine: the loaded engine. limits, eos_token_ids, vocab_size: facts of its directory, for validation.
         connection: the connected socket; the server lives exactly as long as it.
+        render_chat: chat messages to token ids. token_bytes: the target's tokens, for log probability details.
+        info: labels that say what runs, for the metrics. speculates: whether cycles draft.
     """
 
     def __init__(
@@ -63,20 +81,32 @@ class EngineServer:
         limits: BuildLimits,
         eos_token_ids: Sequence[int],
         vocab_size: int,
+        render_chat: Callable[[ChatRequest], list[int]],
+        token_bytes: TokenBytes,
+        info: Mapping[str, str],
+        speculates: bool,
     ) -> None:
         self._engine = engine
         self._connection = connection
         self._limits = limits
         self._eos_token_ids = tuple(eos_token_ids)
         self._vocab_size = vocab_size
+        self._render_chat = render_chat
+        self._token_bytes = token_bytes
+        self._metrics = EngineMetrics(info, speculates=speculates)
+        # Engine id → what the client calls the request, and whether it wants log probability details.
+        self._known: dict[str, tuple[str, bool]] = {}
         self._outgoing: queue.SimpleQueue[wire.Message | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._progressed_at = time.monotonic()
+        self._draining = threading.Event()
+        self._cut = threading.Event()
+        self._writer = threading.Thread(target=self._write, name="wire-writer", daemon=True)
 
     def run(self) -> None:
         """Serve until the proxy closes the connection or asks for shutdown."""
         threads = [
-            threading.Thread(target=self._write, name="wire-writer", daemon=True),
+            self._writer,
             threading.Thread(target=self._beat, name="heartbeat", daemon=True),
         ]
         self._outgoing.put(wire.Ready(wire.PROTOCOL_VERSION, os.getpid(), asdict(self._limits)))
@@ -94,36 +124,100 @@ class EngineServer:
             self._closed.set()
             self._outgoing.put(None)
 
+    def drain(self, deadline_s: float) -> None:
+        """Refuse new requests, let the others finish for ``deadline_s`` seconds, fail the rest, and end ``run``.
+
+        Every request gets its last message before the connection closes.
+        """
+        _log.info("draining: new requests are refused, running ones have %g s", deadline_s)
+        self._draining.set()
+        give_up_at = time.monotonic() + deadline_s
+        while (stats := self._engine.stats()).running + stats.waiting and time.monotonic() < give_up_at:
+            time.sleep(_DRAIN_POLL_S)
+        self._cut.set()
+        # What is unfinished ends now, as cancelled, which `_on_chunk` reports as an error.
+        self._engine.close()
+        self._closed.set()
+        self._outgoing.put(None)
+        self._writer.join(timeout=_FLUSH_S)
+        self._connection.close()
+
     def _submit(self, message: wire.Generate) -> None:
+        if self._draining.is_set():
+            self._refuse(message, "UNAVAILABLE", _SHUTTING_DOWN)
+            return
         try:
             request = parse_request(message.fields, eos_token_ids=self._eos_token_ids, vocab_size=self._vocab_size)
+            prompt = request.prompt
+            if isinstance(prompt, ChatRequest):
+                prompt = self._render_chat(prompt)
+            self._known[message.id] = (message.client_id, request.log_prob_details)
             if request.echo:
                 self._outgoing.put(wire.Delta(message.id, text=request.echo))
-            self._engine.submit(request.prompt, request.params, self._on_chunk, request_id=message.id)
+            self._engine.submit(
+                prompt,
+                request.params,
+                self._on_chunk,
+                request_id=message.id,
+                priority=request.priority,
+                deadline_s=request.deadline_s,
+                cache_salt=request.cache_salt,
+            )
         except RequestError as error:
-            self._outgoing.put(wire.Failed(message.id, "INVALID_ARGUMENT", _in_tensor_names(error)))
+            self._refuse(message, "INVALID_ARGUMENT", _in_tensor_names(error))
+        except QueueFullError as error:
+            self._refuse(message, "UNAVAILABLE", error.message)
         except Exception as error:
+            if self._draining.is_set():
+                self._refuse(message, "UNAVAILABLE", _SHUTTING_DOWN)
+                return
             _log.exception("request %s could not be queued", message.id)
             reason = f"the engine could not queue this request ({type(error).__name__}); see the server's log"
-            self._outgoing.put(wire.Failed(message.id, "INTERNAL", reason))
+            self._refuse(message, "INTERNAL", reason)
+
+    def _refuse(self, message: wire.Generate, code: str, reason: str) -> None:
+        self._known.pop(message.id, None)
+        self._metrics.refused(code)
+        self._outgoing.put(wire.Failed(message.id, code, reason))
+        _log.info("request %s refused: %s: %s", message.client_id or message.id, code, reason)
+
+    def _fail(self, request_id: str, code: str, reason: str) -> None:
+        self._metrics.failed(request_id, code)
+        self._outgoing.put(wire.Failed(request_id, code, reason))
 
     def _on_chunk(self, chunk: OutputChunk) -> None:
+        """On the engine thread: note, convert, queue; never write."""
         self._progressed_at = time.monotonic()
+        client_id, wants_details = self._known.get(chunk.request_id, ("", False))
+        counted = client_id != wire.CANARY_ID
+        if chunk.finish_reason is not None:
+            self._known.pop(chunk.request_id, None)
+        if chunk.finish_reason is not None and counted:
+            name = client_id or chunk.request_id
+            _log.info("request %s ended", name, extra={"request": _log_facts(name, chunk)})
         if chunk.finish_reason == "error":
-            _log.error("request %s failed: %s", chunk.request_id, chunk.error)
+            _log.error("request %s failed: %s", client_id or chunk.request_id, chunk.error)
             reason = without_paths(chunk.error or "the engine failed on this request; see the server's log")
-            self._outgoing.put(wire.Failed(chunk.request_id, "INTERNAL", reason))
+            code = _CODES.get(chunk.error_kind, "INTERNAL")
+            self._fail(chunk.request_id, code, reason)
             return
-        metrics = chunk.metrics
+        if chunk.finish_reason == "cancelled" and self._cut.is_set():
+            self._fail(chunk.request_id, "UNAVAILABLE", _SHUTTING_DOWN)
+            return
+        if counted:
+            self._metrics.delivered(chunk)
+        metrics: dict[str, object] = {}
+        if chunk.metrics is not None:
+            metrics = {**asdict(chunk.metrics), "block_size": self._limits.block_size}
         self._outgoing.put(
             wire.Delta(
                 chunk.request_id,
                 text=chunk.text,
                 token_ids=list(chunk.token_ids),
                 log_probs=[entry.logprob for entry in chunk.logprobs],
+                log_prob_details=self._token_bytes.details(chunk.logprobs) if wants_details else [],
                 finish_reason=chunk.finish_reason,
-                drafted_tokens=metrics.drafted_tokens if metrics else 0,
-                accepted_tokens=metrics.accepted_tokens if metrics else 0,
+                metrics=metrics,
             )
         )
 
@@ -134,8 +228,7 @@ class EngineServer:
             while not self._outgoing.empty():
                 batch.append(self._outgoing.get())
             try:
-                for message in merge_deltas([item for item in batch if item is not None]):
-                    self._connection.send(message)
+                self._connection.send_all(merge_deltas([item for item in batch if item is not None]))
             except OSError:
                 self._connection.close()
                 return
@@ -156,13 +249,34 @@ class EngineServer:
                 name: int(getattr(stats, name))
                 for name in ("pages_total", "pages_free", "pages_used", "pages_cached", "running", "waiting")
             }
-            self._outgoing.put(wire.Heartbeat({**facts, **stats.counters}, round(stalled_s, 3)))
+            samples = self._metrics.samples(stats)
+            self._outgoing.put(wire.Heartbeat({**facts, **stats.counters}, round(stalled_s, 3), samples))
 
 
 def _in_tensor_names(error: RequestError) -> str:
     """The error's text with the field called as the client knows it."""
-    field = {"prompt": "text_input", "stop": "stop_words", "logprobs": "return_log_probs"}.get(error.field, error.field)
-    return without_paths(f"{field}: got {error.value!r}, expected {error.allowed}")
+    field = _INPUT_NAMES.get(error.field, error.field)
+    value = repr(error.value)
+    if len(value) > MAX_ECHOED_CHARACTERS:
+        value = f"{value[:MAX_ECHOED_CHARACTERS]}… ({len(value)} characters)"
+    return without_paths(f"{field}: got {value}, expected {error.allowed}")
+
+
+def _log_facts(name: str, chunk: OutputChunk) -> dict[str, object]:
+    """What the log says of an ended request."""
+    metrics = chunk.metrics
+    if metrics is None:
+        return {"request_id": name, "finish_reason": chunk.finish_reason}
+    return {
+        "request_id": name,
+        "finish_reason": chunk.finish_reason,
+        "prompt_tokens": metrics.prompt_tokens,
+        "completion_tokens": metrics.completion_tokens,
+        "acceptance_length": metrics.acceptance_length and round(metrics.acceptance_length, 3),
+        "queue_s": round(metrics.queue_s, 4),
+        "first_token_s": round(metrics.time_to_first_token_s, 4),
+        "elapsed_s": round(metrics.elapsed_s, 4),
+    }
 
 
 def merge_deltas(messages: Sequence[wire.Message]) -> list[wire.Message]:
@@ -179,17 +293,12 @@ def merge_deltas(messages: Sequence[wire.Message]) -> list[wire.Message]:
                 text=before.text + message.text,
                 token_ids=before.token_ids + message.token_ids,
                 log_probs=before.log_probs + message.log_probs,
+                log_prob_details=before.log_prob_details + message.log_prob_details,
                 finish_reason=message.finish_reason,
-                drafted_tokens=message.drafted_tokens,
-                accepted_tokens=message.accepted_tokens,
+                metrics=message.metrics,
             )
             continue
         if isinstance(message, wire.Delta):
             place[message.id] = len(merged)
         merged.append(message)
     return merged
-
-
-def without_paths(text: str) -> str:
-    """``text`` with absolute file paths taken out: clients must not learn the server's layout."""
-    return _PATH.sub("<path>", text)

@@ -22,7 +22,7 @@ from trtllm_dflash.checkpoint.manifest import (
 )
 from trtllm_dflash.config.json_reader import JsonObject, read_json
 from trtllm_dflash.errors import ConfigError
-from trtllm_dflash.serving import wire
+from trtllm_dflash.serving import metric_definitions, wire
 from trtllm_dflash.serving.engine_facts import EngineFacts, check_fingerprint, read_engine_facts
 from trtllm_dflash.serving.request_fields import INPUTS
 
@@ -61,6 +61,7 @@ def deploy(
     model_name: str = "dflash",
     max_queue: int = DEFAULT_MAX_QUEUE,
     device: str | None = None,
+    prefix_cache: bool = True,
     force: bool = False,
 ) -> DeployReport:
     """Write a model repository that serves ``engines``.
@@ -71,7 +72,8 @@ def deploy(
     Args:
         engines: engine directory, from ``build``. output: the repository to write, atomically.
         model_name: Triton's name of the model. max_queue: requests that may wait; one more is refused.
-        device: as ``LLM``'s; None leaves the choice to the engine. force: replace an existing repository.
+        device, prefix_cache: as ``LLM``'s; device None leaves the choice to the engine.
+        force: replace an existing repository.
 
     Raises:
         ConfigError: ``engines`` is not an engine directory, or an argument is out of range.
@@ -87,6 +89,9 @@ def deploy(
     facts = read_engine_facts(engines)
     command = [sys.executable, "-m", "trtllm_dflash.serving.engine_process", "--engines", str(engines)]
     command += ["--config-sha256", facts.config_sha256]
+    command += ["--max-queue", str(max_queue)]
+    if not prefix_cache:
+        command += ["--no-prefix-cache"]
     if device:
         command += ["--device", device]
     values = {
@@ -102,7 +107,8 @@ def deploy(
         model = staging / model_name
         (model / "1").mkdir(parents=True)
         (model / "config.pbtxt").write_text(fill((template / "config.pbtxt").read_text(), values))
-        for source in (template / "1" / "model.py", template / "1" / "engine_link.py", Path(wire.__file__)):
+        templates = [template / "1" / name for name in ("model.py", "engine_link.py", "metric_publisher.py")]
+        for source in (*templates, Path(wire.__file__), Path(metric_definitions.__file__)):
             shutil.copyfile(source, model / "1" / source.name)
         records = hash_directory(staging, exclude=())
         # Beside the models, where Triton does not look: what this directory is, for `inspect` and for a later
@@ -131,6 +137,11 @@ def is_repository(path: Path) -> bool:
 def repository_model(repository: Path) -> str:
     """The name of the model in a repository that ``deploy`` wrote; ``ConfigError`` when it is not one."""
     return _identity(repository).string("model_name")
+
+
+def repository_engines(repository: Path) -> Path:
+    """The engine directory that a repository of ours refers to; ``ConfigError`` when it is not one."""
+    return Path(_identity(repository).string("engine_dir"))
 
 
 def repository_facts(repository: Path) -> dict[str, object]:

@@ -7,12 +7,14 @@ Three generations of client scripts are understood: the legacy ensemble's names 
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from trtllm_dflash.config.sampling import SamplingParams
+from trtllm_dflash.config.structured_output import StructuredOutput
 from trtllm_dflash.errors import RequestError
 
 Fields = Mapping[str, Sequence[object]]
@@ -52,6 +54,15 @@ INPUTS: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("guided_decoding_guide_type", "guided_decoding_guide", "image_url"), ("STRING", "1")),
     "embedding_bias_words": ("STRING", "-1"),
     "embedding_bias_weights": ("FP32", "-1"),
+    # Of this toolkit: what the OpenAI front end needs beyond the legacy names. The first three are JSON texts.
+    **dict.fromkeys(("chat_messages", "chat_tools", "chat_template_kwargs"), ("STRING", "1")),
+    "logit_bias": ("STRING", "1"),
+    "top_log_probs": ("INT32", "1"),
+    "stop_token_ids": ("INT32", "-1"),
+    "include_stop_in_output": ("BOOL", "1"),
+    "priority": ("INT32", "1"),
+    "deadline_s": ("FP32", "1"),
+    "cache_salt": ("STRING", "1"),
     # Answered by the proxy: stop the request of the same request id; facts for the supervisor.
     "stop": ("BOOL", "1"),
     "control": ("STRING", "1"),
@@ -97,12 +108,18 @@ _NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     "prompt_vocab_size": ((0,), "0 (prompt tuning is not supported)"),
 }
 
+# TensorRT-LLM's guide types, lower case as its Triton backend takes them → ours.
+_GUIDES: dict[str, str] = {
+    "json": "json_object",
+    "json_schema": "json_schema",
+    "regex": "regex",
+    "ebnf_grammar": "grammar",
+}
+
 # Facts that are always in the last response, so that asking for them changes nothing.
 _ALWAYS_GIVEN = ("return_finish_reason", "return_perf_metrics", "sampling_param_return_perf_metrics")
 
 _UNSUPPORTED: dict[str, str] = {
-    "guided_decoding_guide_type": "no value: guided decoding is not supported yet",
-    "guided_decoding_guide": "no value: guided decoding is not supported yet",
     "embedding_bias_words": "no value: embedding bias is not supported; use bad_words to ban words",
     "embedding_bias_weights": "no value: embedding bias is not supported; use bad_words to ban words",
     "image_url": "no value: images are not supported",
@@ -110,21 +127,41 @@ _UNSUPPORTED: dict[str, str] = {
 
 
 @dataclass(frozen=True)
+class ChatRequest:
+    """A prompt as messages.
+
+    Attributes:
+        messages: ``{"role", "content"}`` mappings, content a string. tools: function declarations in OpenAI's shape.
+        template_values: more variables for the template, for example ``enable_thinking``.
+    """
+
+    messages: tuple[Mapping[str, object], ...]
+    tools: tuple[Mapping[str, object], ...] = ()
+    template_values: tuple[tuple[str, bool | int | float | str], ...] = ()
+
+
+@dataclass(frozen=True)
 class ServingRequest:
     """A validated request.
 
     Attributes:
-        prompt: text or token ids. params: how to decode it.
+        prompt: text, token ids or chat messages. params: how to decode it.
         stream: one response per delta, else exactly one response.
-        log_probs: the client wants log probabilities.
+        log_probs: the client wants log probabilities; log_prob_details: with the text of each token and alternatives.
         echo: text to put before the output (``exclude_input_in_output`` false), else empty.
+        priority: higher runs first. deadline_s: seconds after arrival at which it ends with an error, or None.
+        cache_salt: only requests of the same salt share cached prefixes.
     """
 
-    prompt: str | list[int]
+    prompt: str | list[int] | ChatRequest
     params: SamplingParams
     stream: bool
     log_probs: bool
     echo: str
+    log_prob_details: bool = False
+    priority: int = 0
+    deadline_s: float | None = None
+    cache_salt: str | None = None
 
 
 def parse_request(fields: Fields, *, eos_token_ids: Sequence[int], vocab_size: int) -> ServingRequest:
@@ -164,15 +201,43 @@ def parse_request(fields: Fields, *, eos_token_ids: Sequence[int], vocab_size: i
         if not isinstance(prompt, str):
             raise RequestError("exclude_input_in_output", False, "true when the prompt is given as input_ids")
         echo = prompt
-    params = _sampling(reader, eos_token_ids, vocab_size, log_probs)
+    top_log_probs = reader.optional("top_log_probs", int)
+    priority = reader.take("priority", int, 0)
+    deadline_s = reader.optional("deadline_s", float)
+    if deadline_s is not None and deadline_s <= 0.0:
+        raise RequestError("deadline_s", deadline_s, "a number of seconds > 0")
+    if top_log_probs is None and log_probs:
+        top_log_probs = 0
+        details = False
+    else:
+        details = top_log_probs is not None
+    cache_salt = reader.optional("cache_salt", str)
+    params = _sampling(reader, eos_token_ids, vocab_size, top_log_probs)
     reader.finish()
-    return ServingRequest(prompt=prompt, params=params, stream=stream, log_probs=log_probs, echo=echo)
+    return ServingRequest(
+        prompt=prompt,
+        params=params,
+        stream=stream,
+        log_probs=log_probs,
+        echo=echo,
+        log_prob_details=details,
+        priority=priority,
+        deadline_s=deadline_s,
+        cache_salt=cache_salt,
+    )
 
 
-def _prompt(reader: _Reader, vocab_size: int) -> str | list[int]:
+def _prompt(reader: _Reader, vocab_size: int) -> str | list[int] | ChatRequest:
+    given = [name for name in ("text_input", "input_ids", "chat_messages") if reader.has(name)]
+    if len(given) > 1:
+        raise RequestError(given[1], f"both {given[0]} and {given[1]}", "one of them")
     has_text, has_ids = reader.has("text_input"), reader.has("input_ids")
-    if has_text and has_ids:
-        raise RequestError("input_ids", "both text_input and input_ids", "one of them")
+    if reader.has("chat_messages"):
+        return ChatRequest(
+            messages=_json_objects(reader, "chat_messages"),
+            tools=_json_objects(reader, "chat_tools"),
+            template_values=_template_values(reader),
+        )
     if has_ids:
         ids = [_typed("input_ids", value, int) for value in reader.values("input_ids")]
         length = reader.take("input_lengths", int, len(ids))
@@ -185,14 +250,69 @@ def _prompt(reader: _Reader, vocab_size: int) -> str | list[int]:
             raise RequestError("input_ids", [], "at least one token id")
         return ids
     if not has_text:
-        raise RequestError("text_input", None, "a prompt: text_input, or input_ids")
+        raise RequestError("text_input", None, "a prompt: text_input, input_ids or chat_messages")
     text = reader.take("text_input", str, "")
     if not text:
         raise RequestError("text_input", text, "at least one character")
     return text
 
 
-def _sampling(reader: _Reader, eos_token_ids: Sequence[int], vocab_size: int, log_probs: bool) -> SamplingParams:
+def _json(reader: _Reader, name: str) -> object:
+    text = reader.take(name, str, "")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(name, text[:40], "JSON text") from error
+
+
+def _json_objects(reader: _Reader, name: str) -> tuple[Mapping[str, object], ...]:
+    if not reader.has(name):
+        return ()
+    found = _json(reader, name)
+    if not isinstance(found, list) or not found or not all(isinstance(item, dict) for item in found):
+        raise RequestError(name, str(found)[:40], "a JSON list of objects, not empty")
+    return tuple(found)
+
+
+def _template_values(reader: _Reader) -> tuple[tuple[str, bool | int | float | str], ...]:
+    name = "chat_template_kwargs"
+    if not reader.has(name):
+        return ()
+    found = _json(reader, name)
+    if not isinstance(found, dict) or not all(isinstance(value, bool | int | float | str) for value in found.values()):
+        raise RequestError(name, str(found)[:40], "a JSON object of names and booleans, numbers or strings")
+    return tuple(found.items())
+
+
+def _structured_output(reader: _Reader) -> StructuredOutput | None:
+    """TensorRT-LLM's two inputs: the type of guide, and the guide."""
+    kind = reader.optional("guided_decoding_guide_type", str)
+    guide = reader.optional("guided_decoding_guide", str)
+    if kind is None and guide is None:
+        return None
+    if kind not in _GUIDES:
+        raise RequestError("guided_decoding_guide_type", kind, f"one of {', '.join(_GUIDES)}")
+    if kind == "json":
+        if guide:
+            raise RequestError("guided_decoding_guide", guide[:40], "no guide for type json (a schema: json_schema)")
+        return StructuredOutput.parse({"json_object": True})
+    if not guide:
+        raise RequestError("guided_decoding_guide", guide, f"a text that is not empty for type {kind}")
+    return StructuredOutput.parse({_GUIDES[kind]: guide})
+
+
+def _logit_bias(reader: _Reader) -> dict[int, float]:
+    if not reader.has("logit_bias"):
+        return {}
+    found = _json(reader, "logit_bias")
+    if not isinstance(found, dict):
+        raise RequestError("logit_bias", str(found)[:40], "a JSON object of token id and bias")
+    return found  # SamplingParams checks keys and values
+
+
+def _sampling(
+    reader: _Reader, eos_token_ids: Sequence[int], vocab_size: int, top_log_probs: int | None
+) -> SamplingParams:
     top_k = reader.optional("top_k", int)
     top_p = reader.optional("top_p", float)
     min_p = reader.optional("min_p", float)
@@ -203,7 +323,7 @@ def _sampling(reader: _Reader, eos_token_ids: Sequence[int], vocab_size: int, lo
     if greedy:
         temperature = 0.0
     ignore_eos = reader.take("ignore_eos", bool, False)
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids = tuple(_typed("stop_token_ids", value, int) for value in reader.values("stop_token_ids"))
     end_id = reader.optional("end_id", int)
     if end_id == -1:
         ignore_eos = True
@@ -211,7 +331,7 @@ def _sampling(reader: _Reader, eos_token_ids: Sequence[int], vocab_size: int, lo
         if not 0 <= end_id < vocab_size:
             raise RequestError("end_id", end_id, f"a token id in 0..{vocab_size - 1}, or -1 for none")
         if end_id not in eos_token_ids:
-            ignore_eos, stop_token_ids = True, (end_id,)
+            ignore_eos, stop_token_ids = True, (*stop_token_ids, end_id)
     return SamplingParams(
         max_tokens=reader.take("max_tokens", int, DEFAULT_MAX_TOKENS),
         min_tokens=reader.take("min_tokens", int, 0),
@@ -222,12 +342,15 @@ def _sampling(reader: _Reader, eos_token_ids: Sequence[int], vocab_size: int, lo
         repetition_penalty=reader.take("repetition_penalty", float, 1.0),
         presence_penalty=reader.take("presence_penalty", float, 0.0),
         frequency_penalty=reader.take("frequency_penalty", float, 0.0),
+        logit_bias=_logit_bias(reader),
         bad_words=reader.words("bad_words"),
         stop=reader.words("stop_words"),
         stop_token_ids=stop_token_ids,
         ignore_eos=ignore_eos,
         seed=reader.optional("seed", int),
-        logprobs=0 if log_probs else None,
+        include_stop_in_output=reader.take("include_stop_in_output", bool, False),
+        logprobs=top_log_probs,
+        structured_output=_structured_output(reader),
     )
 
 

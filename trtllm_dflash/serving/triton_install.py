@@ -115,6 +115,11 @@ def preflight(install: TritonInstall, addresses: dict[str, tuple[str, int]]) -> 
             f"/dev/shm has {shm.free >> 20} MiB free, expected at least {MIN_SHM_BYTES >> 20} MiB",
             hint="in a container, start it with --shm-size=1g",
         )
+    check_ports(addresses)
+
+
+def check_ports(addresses: dict[str, tuple[str, int]]) -> None:
+    """Refuse ports that are taken or given twice; ``addresses`` as for :func:`preflight`. Raises ``ConfigError``."""
     seen: dict[int, str] = {}
     for name, (host, port) in addresses.items():
         if port in seen:
@@ -130,6 +135,24 @@ def preflight(install: TritonInstall, addresses: dict[str, tuple[str, int]]) -> 
             raise ConfigError(
                 f"{name} port {port} on {host} cannot be used: {error.strerror}", hint=f"choose another --{name}-port"
             ) from error
+
+
+def free_ports(host: str, ports: list[int]) -> list[int]:
+    """``ports`` with each 0 replaced by a port that is free now."""
+    probes = []
+    try:
+        chosen = []
+        for port in ports:
+            if port == 0:
+                probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+                probes.append(probe)
+                probe.bind((host, 0))
+                port = probe.getsockname()[1]
+            chosen.append(port)
+        return chosen
+    finally:
+        for probe in probes:
+            probe.close()
 
 
 def stub_environment() -> Path:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.serving.client import TritonClient
+from trtllm_dflash.serving.client import TritonClient, TritonHttpError
 from trtllm_dflash.serving.triton_install import TritonInstall, library_path, stub_environment
 
 EXIT_TIMEOUT_S = 5
@@ -91,6 +91,7 @@ class TritonProcess:
             )
             if output:
                 output.close()
+            self._guard = _guard_of(self._process.pid)
         except BaseException:
             shutil.rmtree(self._run_directory, ignore_errors=True)
             raise
@@ -126,6 +127,17 @@ class TritonProcess:
         complaints = [line for line in text.splitlines() if re.match(r"E\d{4} |error:|failed", line)]
         return " | ".join(complaints[-3:]) or f"see {self._log}"
 
+    def drain(self, timeout_s: float) -> None:
+        """Refuse new requests, let those in flight finish for ``timeout_s`` seconds, then end each with an error."""
+        try:
+            self.client.generate(control="drain")
+            deadline = time.monotonic() + timeout_s
+            while self.client.health()["in_flight"] and time.monotonic() < deadline and self.exit_code() is None:
+                time.sleep(0.05)
+            self.client.generate(control="abort")
+        except (TritonHttpError, OSError, http.client.HTTPException):
+            pass  # an unwell server has nothing to drain; stop() ends it
+
     def stop(self) -> None:
         """Unload the model, stop the server; kill what does not leave; remove its shared memory."""
         if self.exit_code() is None:
@@ -139,6 +151,8 @@ class TritonProcess:
         """End server and stubs at once; the engine process follows when its socket closes."""
         if self._gone:
             return
+        self._guard.kill()
+        self._guard.wait()
         # Also after a regular exit: a stub may have outlived its server.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -165,6 +179,22 @@ class TritonProcess:
             if entry.get("name") == self.model:
                 return str(entry.get("state", "UNAVAILABLE"))
         return "UNAVAILABLE"
+
+
+def _guard_of(group: int) -> subprocess.Popen[bytes]:
+    """A small process that ends the process group ``group`` when this process is gone, however it went.
+
+    It holds one end of a pipe whose other end only we have. A parent-death signal would be simpler, but it follows the
+    thread that started the server, not the process.
+    """
+    script = "cat; kill -s TERM -- -$0; sleep 8; kill -s KILL -- -$0"
+    return subprocess.Popen(
+        ["/bin/sh", "-c", script, str(group)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def _environment(install: TritonInstall) -> dict[str, str]:

@@ -22,10 +22,9 @@ from __future__ import annotations
 import http.client
 import json
 import logging
-import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -33,8 +32,9 @@ from pathlib import Path
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.serving.client import TritonClient, TritonHttpError
 from trtllm_dflash.serving.repository import repository_model
-from trtllm_dflash.serving.triton_install import find_tritonserver, preflight
+from trtllm_dflash.serving.triton_install import find_tritonserver, free_ports, preflight
 from trtllm_dflash.serving.triton_process import Endpoints, TritonProcess
+from trtllm_dflash.serving.wire import CANARY_ID
 
 CHECK_INTERVAL_S = 0.5
 CHECK_TIMEOUT_S = 3.0
@@ -53,7 +53,7 @@ class ServerHandle:
     Attributes:
         model_name: the served model. http_url, metrics_url: with scheme. grpc_url: ``host:port``, as tritonclient
         wants it. health_url: the supervisor's own ``/health``, or None. restarts: server restarts and model reloads so
-        far.
+        far. also_ready: what else must be well before ``/health`` says ready: returns the problem, or None.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ServerHandle:
         self.model_name = repository_model(repository)
         self._repository, self._log_path, self._start_timeout_s = repository, log, start_timeout_s
         self._install = find_tritonserver()
-        ports = _free_ports(host, [http_port, grpc_port, metrics_port, *([] if health_port is None else [health_port])])
+        ports = free_ports(host, [http_port, grpc_port, metrics_port, *([] if health_port is None else [health_port])])
         self._endpoints = Endpoints(host, *ports[:3])
         preflight(
             self._install,
@@ -82,6 +82,7 @@ class ServerHandle:
         self.metrics_url = f"http://{host}:{ports[2]}/metrics"
         self.health_url = None if health_port is None else f"http://{host}:{ports[3]}/health"
         self.restarts = 0
+        self.also_ready: Callable[[], str | None] = lambda: None
         self._status: dict[str, object] = {"status": "starting"}
         self._stopping = threading.Event()
         self._ended = threading.Event()
@@ -108,11 +109,21 @@ class ServerHandle:
 
     def status(self) -> dict[str, object]:
         """What the supervisor last saw: ``status`` is ``ready``, or why it is not; and the engine's statistics."""
-        return {**self._status, "server_restarts": self.restarts}
+        facts = {**self._status, "server_restarts": self.restarts}
+        if facts["status"] == "ready" and (problem := self.also_ready()) is not None:
+            facts["status"] = problem
+        return facts
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until the supervisor gave up (``failure`` is set) or ``stop`` was called; False after ``timeout_s``."""
         return self._ended.wait(timeout_s)
+
+    def drain(self, timeout_s: float) -> None:
+        """Before :meth:`stop`: refuse new requests and let those in flight finish, at most ``timeout_s`` seconds."""
+        self._stopping.set()
+        self._status = {"status": "draining"}
+        if self._process is not None and self._process.exit_code() is None:
+            self._process.drain(timeout_s)
 
     def stop(self) -> None:
         """Stop supervising and stop the server; no process and no shared memory is left."""
@@ -192,7 +203,7 @@ class ServerHandle:
 
     def _canary(self) -> None:
         try:
-            self._client(CANARY_TIMEOUT_S).generate("Hello", max_tokens=1)
+            self._client(CANARY_TIMEOUT_S).generate("Hello", max_tokens=1, id=CANARY_ID)
         except TritonHttpError as error:
             if "UNAVAILABLE" not in error.text:  # the engine is known to be away, or busy: the health request tells
                 self._restart(f"the canary request failed: {error.text}")
@@ -294,24 +305,6 @@ def triton_server(
         yield handle
     finally:
         handle.stop()
-
-
-def _free_ports(host: str, ports: list[int]) -> list[int]:
-    """``ports`` with each 0 replaced by a port that is free now."""
-    probes = []
-    try:
-        chosen = []
-        for port in ports:
-            if port == 0:
-                probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-                probes.append(probe)
-                probe.bind((host, 0))
-                port = probe.getsockname()[1]
-            chosen.append(port)
-        return chosen
-    finally:
-        for probe in probes:
-            probe.close()
 
 
 def _health_server(host: str, port: int, status: object) -> ThreadingHTTPServer:

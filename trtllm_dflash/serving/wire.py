@@ -14,8 +14,10 @@ import struct
 import threading
 from dataclasses import dataclass, field, fields
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 64 << 20
+# The supervisor's own probe: served like any request, but not counted among the clients' requests.
+CANARY_ID = "dflash-canary"
 _LENGTH = struct.Struct(">I")
 
 
@@ -28,10 +30,16 @@ class WireError(Exception):
 
 @dataclass(frozen=True)
 class Generate:
-    """One request. ``fields`` maps an input name to its flat list of values, exactly as the client gave them."""
+    """One request.
+
+    Attributes:
+        fields: input name → flat list of values, exactly as the client gave them.
+        client_id: the client's own request id, for the log; may be empty and need not be unique.
+    """
 
     id: str
     fields: dict[str, list[object]]
+    client_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,10 +76,17 @@ class LoadFailed:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Sent every half second once ready. ``stalled_s``: seconds since the last progress while there is work, else 0."""
+    """Sent every half second once ready.
+
+    Attributes:
+        stats: pages, requests and counters of the engine. stalled_s: seconds since the last progress while there is
+            work, else 0.
+        samples: values of ``metric_definitions``' metrics, each ``[sample name, {label: value}, number]``.
+    """
 
     stats: dict[str, int]
     stalled_s: float
+    samples: list[tuple[str, dict[str, str], float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -80,16 +95,17 @@ class Delta:
 
     Attributes:
         text, token_ids: what is new. log_probs: natural-log probability per new token, when asked for.
-        drafted_tokens, accepted_tokens: on the last delta, over the whole request.
+        log_prob_details: per new token its text, bytes and alternatives, when asked for (OpenAI's shape).
+        metrics: on the last delta, facts of the whole request: ``RequestMetrics`` as a mapping, and ``block_size``.
     """
 
     id: str
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    log_prob_details: list[dict[str, object]] = field(default_factory=list)
     finish_reason: str | None = None
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
+    metrics: dict[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -145,6 +161,12 @@ class Connection:
         frame = encode(message)
         with self._send_lock:
             self._stream.sendall(frame)
+
+    def send_all(self, messages: list[Message]) -> None:
+        """Write several frames at once (one system call for all streams of a cycle); raises ``OSError`` as ``send``."""
+        frames = b"".join(map(encode, messages))
+        with self._send_lock:
+            self._stream.sendall(frames)
 
     def receive(self) -> Message | None:
         """The next message, blocking; None when the peer closed (also in the middle of a frame)."""

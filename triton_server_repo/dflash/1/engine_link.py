@@ -56,6 +56,7 @@ class EngineLink:
         self.down_since = time.monotonic()
         self.limits = {}
         self.stats = {}
+        self.samples = []  # the last heartbeat's metric samples
         self.restarts = 0
         self.last_error = None
 
@@ -188,6 +189,7 @@ class EngineLink:
             elif isinstance(message, wire.Heartbeat):
                 self._last_beat = time.monotonic()
                 self.stats = message.stats
+                self.samples = message.samples
                 if message.stalled_s > self._stall_timeout_s:
                     self._kill(f"the engine made no progress on running requests for {message.stalled_s:.0f} s")
             else:

@@ -20,15 +20,19 @@ import numpy as np
 import triton_python_backend_utils as pb
 import wire
 from engine_link import EngineDown, EngineLink
+from metric_publisher import MetricPublisher
 
-CANCEL_POLL_S = 0.1
+# Each look is a call into the server: at 16 streams, five a second each take about one percent of a core.
+CANCEL_POLL_S = 0.2
 # Names in pb.TritonError, which the stub only fills in after it has imported this file.
 _CODES = {
     "INVALID_ARGUMENT": "INVALID_ARG",
     "UNAVAILABLE": "UNAVAILABLE",
     "CANCELLED": "CANCELLED",
+    "DEADLINE_EXCEEDED": "UNAVAILABLE",  # 24.10 has no word of its own for it; the text has
     "INTERNAL": "INTERNAL",
 }
+PUBLISH_S = 2.0
 
 
 class Active:
@@ -58,7 +62,9 @@ class TritonPythonModel:
         self.pass_on_lock = threading.Lock()
         self.active = {}
         self.events = queue.SimpleQueue()
-        self.stopping = False
+        self.draining = False
+        self.mean_request_s = 1.0
+        self.publisher = MetricPublisher(pb, args["model_name"])
         self.link = EngineLink(
             json.loads(parameters["engine_command"]),
             on_message=self._from_engine,
@@ -103,22 +109,29 @@ class TritonPythonModel:
         control = fields.pop("control", [None])[0]
         client_id = request.request_id()
         if control is not None:
-            if control != "health":
-                raise Refused("INVALID_ARGUMENT", f"control: got {control!r}, expected 'health'")
-            self.events.put((Active("", "", {}, sender, False), self._health()))
+            if control not in ("health", "metrics", "drain", "abort"):
+                raise Refused("INVALID_ARGUMENT", f"control: got {control!r}, expected health, metrics, drain or abort")
+            if control in ("drain", "abort"):
+                self._drain(abort=control == "abort")
+            self.events.put((Active("", "", {}, sender, False), self._health(with_samples=control == "metrics")))
             return
         if fields.pop("stop", [False])[0] is True:
             self._stop_by_client_id(client_id, sender)
             return
         stream = fields.get("stream", fields.get("streaming", [False]))[0] is True
         active = Active(str(next(self.ids)), client_id, fields, sender, stream)
+        if self.draining:
+            raise Refused("UNAVAILABLE", "the server is shutting down")
         with self.lock:
             slots = self.link.limits["max_batch_size"]
             waiting = len(self.active) - slots
             if waiting >= self.max_queue:
+                # When one of the waiting requests will have left, at the pace of the last requests.
+                retry_after_s = min(max(self.mean_request_s / slots, 1.0), 60.0)
                 raise Refused(
                     "UNAVAILABLE",
-                    f"queue: got {waiting} waiting requests, expected fewer than max_queue={self.max_queue}",
+                    f"queue: got {waiting} waiting requests, expected fewer than max_queue={self.max_queue}"
+                    f"; try again in {retry_after_s:.0f} s",
                 )
             self.active[active.id] = active
         self._pass_on(active)
@@ -129,12 +142,20 @@ class TritonPythonModel:
             # Sending and noting who has it are one step: a request is in flight at exactly one engine process.
             with self.pass_on_lock:
                 if active.life is None or active.life != self.link.life:
-                    active.life = self.link.send(wire.Generate(active.id, active.fields))
+                    active.life = self.link.send(wire.Generate(active.id, active.fields, active.client_id))
         except EngineDown:
             active.life = None
         except wire.WireError as error:
             if self._take(active.id):
                 self._queue_error(active, "INVALID_ARGUMENT", f"request: {error}")
+
+    def _drain(self, *, abort):
+        """Take no new requests; with ``abort`` also end the ones in flight, each with an error."""
+        self.draining = True
+        if abort:
+            for active in self._take_all():
+                self._cancel_in_engine(active.id)
+                self._queue_error(active, "UNAVAILABLE", "the server is shutting down")
 
     def _stop_by_client_id(self, client_id, sender):
         if not client_id:
@@ -151,9 +172,12 @@ class TritonPythonModel:
         with contextlib.suppress(EngineDown):  # then _engine_lost ends its requests
             self.link.send(wire.Cancel(identity))
 
-    def _health(self):
+    def _health(self, *, with_samples):
         facts = self.link.facts()
         facts["in_flight"] = len(self.active)
+        facts["limits"] = self.link.limits
+        if with_samples:
+            facts["samples"] = self.link.samples
         facts["error"] = without_detail(facts["error"]) if facts["error"] else None
         return json.dumps(facts)
 
@@ -200,7 +224,7 @@ class TritonPythonModel:
         self.events.put((active, Refused(code, message)))
 
     def _send_loop(self):
-        ended = False
+        ended, published_at = False, 0.0
         while not ended:
             batch = []
             try:
@@ -221,6 +245,15 @@ class TritonPythonModel:
                 due = [active for active in self.active.values() if now - active.polled >= CANCEL_POLL_S]
             for active in due:
                 self._guarded(self._poll, active, now)
+            if now - published_at >= PUBLISH_S:
+                published_at = now
+                self._publish()
+
+    def _publish(self):
+        try:
+            self.publisher.publish(self.link.samples, restarts=self.link.restarts, ready=self.link.state == "ready")
+        except Exception as error:
+            pb.Logger.log_error(f"metrics could not be published: {error!r}")
 
     def _guarded(self, action, active, *arguments):
         # An exception must not end this thread: every stream of the server would stop silently.
@@ -246,6 +279,8 @@ class TritonPythonModel:
             if held.log_probs:
                 active.log_prob_sum = (active.log_prob_sum or 0.0) + sum(held.log_probs)
             active.sender.send(pb.InferenceResponse(held.tensors(active.log_prob_sum)), flags=flags)
+            if held.end:
+                self.mean_request_s += 0.1 * (time.monotonic() - active.arrived - self.mean_request_s)
 
     def _poll(self, active, now):
         active.polled = now
@@ -273,7 +308,7 @@ class Held:
     """Output of one request that goes into one response."""
 
     def __init__(self, text="", error=None, control=False):
-        self.texts, self.token_ids, self.log_probs = [text], [], []
+        self.texts, self.token_ids, self.log_probs, self.log_prob_details = [text], [], [], []
         self.end = None
         self.error = error
         self.control = control
@@ -283,25 +318,32 @@ class Held:
         return self.error is not None or self.control or self.end is not None
 
     def tensors(self, log_prob_sum):
-        text = np.array([["".join(self.texts).encode()]], dtype=np.object_)
-        tensors = [pb.Tensor("text_output", text)]
+        tensors = [text_tensor("text_output", "".join(self.texts))]
         if self.control:
             return tensors
         tensors.append(pb.Tensor("token_ids", np.array([self.token_ids], dtype=np.int32)))
         if self.log_probs:
             tensors.append(pb.Tensor("output_log_probs", np.array([self.log_probs], dtype=np.float32)))
+        if self.log_prob_details:
+            tensors.append(text_tensor("log_prob_details", json.dumps(self.log_prob_details, ensure_ascii=False)))
         if self.end:
-            drafted, accepted = self.end.drafted_tokens, self.end.accepted_tokens
+            metrics = self.end.metrics
+            drafted, accepted = metrics.get("drafted_tokens", 0), metrics.get("accepted_tokens", 0)
             rate = accepted / drafted if drafted else 0.0
             tensors += [
-                pb.Tensor("finish_reason", np.array([[self.end.finish_reason.encode()]], dtype=np.object_)),
+                text_tensor("finish_reason", self.end.finish_reason),
                 pb.Tensor("acceptance_rate", np.array([[rate]], dtype=np.float32)),
                 pb.Tensor("total_accepted_draft_tokens", np.array([[accepted]], dtype=np.int32)),
                 pb.Tensor("total_draft_tokens", np.array([[drafted]], dtype=np.int32)),
+                text_tensor("request_metrics", json.dumps(metrics)),
             ]
             if log_prob_sum is not None:
                 tensors.append(pb.Tensor("cum_log_probs", np.array([[log_prob_sum]], dtype=np.float32)))
         return tensors
+
+
+def text_tensor(name, text):
+    return pb.Tensor(name, np.array([[text.encode(errors="replace")]], dtype=np.object_))
 
 
 def merge(active, event):
@@ -315,6 +357,7 @@ def merge(active, event):
         held.texts.append(event.text)
         held.token_ids += event.token_ids
         held.log_probs += event.log_probs
+        held.log_prob_details += event.log_prob_details
         if event.finish_reason is not None:
             held.end = event
 

@@ -1,0 +1,276 @@
+// The Hopper kernel for work that fits one wave: a block fills a multiprocessor, and the tensor copy engine feeds it.
+//
+// One warp asks for key tiles, a few instructions each, where copies by threads spend most of a warp's time on
+// addresses; two warpgroups take every other tile and never wait for each other. So a multiprocessor reads at 1.8 times
+// its even share of the memory bandwidth (measured on an H200: 57 GB/s, against 34 in the other kernel), few enough
+// blocks suffice that all splits of a row tile find room as one thread block cluster, and they join through each
+// other's shared memory, without a second launch.
+//
+// The copy engine takes tiles whose 64 keys are all in the cache and in sight. The others, at the ends, are copied by
+// the warpgroup that attends to them, while the first tiles are on their way: their order does not matter.
+#pragma once
+
+#include "attention_hopper_tile.cuh"
+#include "attention_join.cuh"
+#include "attention_stream.cuh"
+#include "attention_variant.h"
+#include "tensor_copy.cuh"
+
+namespace dflash {
+
+template <typename T_, int kHeadDim_>
+struct AloneShape {
+    using T = T_;
+    static constexpr bool kFloat8 = false;
+    static constexpr int kHeadDim = kHeadDim_, kKeys = 64, kKeyGroups = 2, kRows = 64;
+    static constexpr int kThreads = 128 * kKeyGroups;  // of the warpgroups
+    // The warp that fetches has its own warpgroup, whose registers the others take over.
+    static constexpr int kLaunchThreads = kThreads + 128;
+    static constexpr int kFetchRegisters = 24, kRegisters = 240;
+    static constexpr int kStages = 6;
+    // A stage always serves the same warpgroup: one that saw only every other phase of a barrier could not tell a phase
+    // from the one two later.
+    static_assert(kStages % kKeyGroups == 0, "tile i lies in stage i % kStages and goes to warpgroup i % kKeyGroups");
+    static constexpr int kChunks = kHeadDim / 8;
+    static constexpr int kPartBytes = kKeys * 128;  // all keys, 64 dimensions
+    static constexpr int kValueOffset = kHeadDim / 64 * kPartBytes, kStageBytes = 2 * kValueOffset;
+    static constexpr int kQueryPitch = (kHeadDim / 8 | 1) * 16, kQueryBytes = kRows * kQueryPitch;
+    static constexpr int kAlignment = 1024;         // of the swizzle
+    static constexpr int kOutPitch = kHeadDim + 4;  // floats, of partial results that meet in shared memory
+    // After the last tile the ring holds what the warpgroups give each other, then the block's partial rows.
+    static constexpr int kExchangeBytes = kKeyGroups * (kHeadDim / 8 + 1) * 128 * 8;
+    static_assert(kExchangeBytes + kRows * kOutPitch * 4 <= kStages * kStageBytes, "partial results reuse the ring");
+
+    static __device__ __forceinline__ int piece_offset(int key, int chunk) {
+        return chunk / 8 * kPartBytes + key * 128 + (chunk % 8 ^ key % 8) * 16;
+    }
+
+    static constexpr int shared_bytes(int) { return kStages * kStageBytes + kQueryBytes + kAlignment; }
+};
+
+// Which tiles of a split the copy engine takes: `count` from `first`. The others are those before and after.
+struct WholeTiles {
+    int first, count, edges;
+
+    // With a settled context only that: rows of the pass itself may still be on their way to the cache.
+    __device__ __forceinline__ WholeTiles(const Extent& extent, const SplitRange& range, int tile_keys, bool settled) {
+        first = max(range.begin, (extent.low + tile_keys - 1) / tile_keys);
+        count = max(0, min(range.end, (settled ? extent.context : extent.cached) / tile_keys) - first);
+        edges = range.end - range.begin - count;
+    }
+
+    // Tile number of edge `i`.
+    __device__ __forceinline__ int edge(const SplitRange& range, int i) const {
+        const int before = min(first, range.end) - range.begin;
+        return i < before ? range.begin + i : first + count + i - before;
+    }
+};
+
+// Runs as one warp: fetches the whole tiles in order, lane i the i-th part of each.
+template <typename Shape>
+__device__ __forceinline__ void fetch_tiles(const AttentionArgs& args, const Extent& extent, const WholeTiles& whole,
+                                            int request, int kv_head, uint32_t ring, uint64_t* full, uint64_t* empty) {
+    constexpr int kHalves = Shape::kHeadDim / 64, kGroups = Shape::kKeys / 16, kBatch = 32 / kGroups;
+    const int lane = threadIdx.x % 32;
+    const int copies = Shape::kKeys / args.copy_keys * kHalves * 2;  // at most 16
+    const int part = lane / 2 / kHalves * args.copy_keys, half = lane / 2 % kHalves;
+    const TensorMap* map = lane % 2 ? &args.v_map : &args.k_map;
+    const uint32_t target = ring + lane % 2 * Shape::kValueOffset + half * Shape::kPartBytes + part * 128;
+    // Lane l holds the cache row of key group l % kGroups of tile first + l / kGroups; the next batch's pages are on
+    // their way.
+    auto key_of = [&](int first) { return (whole.first + first) * Shape::kKeys + lane * 16; };
+    auto page_of = [&](int key) { return args.page_shift >= 0 ? key >> args.page_shift : key / args.page_tokens; };
+    const int end_key = (whole.first + whole.count) * Shape::kKeys;
+    auto read_page = [&](int first) {
+        const int key = key_of(first);
+        if (key >= end_key) return 0;
+        const int64_t entry = request * args.page_table_stride + page_of(key);
+        return static_cast<int>(load_index(args.page_table, entry, args.index_bytes));
+    };
+    int page = read_page(0), next_page = read_page(kBatch), rows = 0;
+    for (int i = 0; i < whole.count; ++i) {
+        const int in_batch = i % kBatch;
+        if (in_batch == 0) {
+            if (i > 0) {
+                page = next_page;
+                next_page = read_page(i + kBatch);
+            }
+            const int key = key_of(i);
+            rows = page * args.page_tokens + key - page_of(key) * args.page_tokens;
+        }
+        const int row = __shfl_sync(0xffffffffu, rows, in_batch * kGroups + min(part, Shape::kKeys - 16) / 16);
+        const int stage = i % Shape::kStages, turn = i / Shape::kStages;
+        // The last two stages first serve the tiles at the ends.
+        const bool lent = stage >= Shape::kStages - Shape::kKeyGroups;
+        if (lent || turn > 0) wait_for_phase(empty + stage, lent ? turn & 1 : (turn - 1) & 1);
+        if (lane == 0) expect_bytes(full + stage, Shape::kStageBytes);
+        __syncwarp();
+        if (lane < copies) copy_box(target + stage * Shape::kStageBytes, map, half * 64, kv_head, row, full + stage);
+    }
+}
+
+// Copies the keys of one tile that exist and are in sight, by the 128 threads of a warpgroup; zeros elsewhere.
+template <typename Shape>
+__device__ __forceinline__ void copy_edge_tile(const AttentionArgs& args, const Extent& extent, int request,
+                                               int kv_head, int tile, uint32_t stage) {
+    const int64_t row_elements = static_cast<int64_t>(args.kv_heads) * Shape::kHeadDim;
+    const int64_t head = static_cast<int64_t>(kv_head) * Shape::kHeadDim;
+#pragma unroll 4
+    for (int piece = threadIdx.x % 128; piece < Shape::kKeys * Shape::kChunks; piece += 128) {
+        const int key = piece / Shape::kChunks, chunk = piece % Shape::kChunks;
+        const int position = tile * Shape::kKeys + key;
+        const void *k = args.k_cache, *v = args.v_cache;
+        int64_t element = 0;
+        bool present = false;
+        if (position >= extent.low && position < extent.cached) {
+            const int page = args.page_shift >= 0 ? position >> args.page_shift : position / args.page_tokens;
+            const int64_t entry = request * args.page_table_stride + page;
+            const int64_t physical = load_index(args.page_table, entry, args.index_bytes);
+            element = (physical * args.page_tokens + position - page * args.page_tokens) * row_elements + head;
+            present = true;
+        } else if (position >= extent.cached && position < extent.total) {
+            k = args.k_block, v = args.v_block;
+            element =
+                (static_cast<int64_t>(request) * args.block_size + position - extent.cached) * args.block_stride + head;
+            present = true;
+        }
+        const int64_t offset = present ? element * 2 + chunk * 16 : 0;
+        const uint32_t shared = stage + Shape::piece_offset(key, chunk);
+        copy_async_16_or_zero(shared, static_cast<const char*>(k) + offset, present);
+        copy_async_16_or_zero(shared + Shape::kValueOffset, static_cast<const char*>(v) + offset, present);
+    }
+    copy_async_commit();
+}
+
+// The other half of the rows goes to the other warpgroup, whose share of half `kHalf` is added. The sums go to the
+// block's partial rows, for the join in the cluster, or are the result.
+template <typename Shape, int kHalf>
+__device__ __forceinline__ void finish_half(RowAccumulator<Shape>& rows, const AttentionArgs& args,
+                                            const Extent& extent, int kv_head, bool joins, char* shared,
+                                            float2* row_stats) {
+    float2* exchange = reinterpret_cast<float2*>(shared);
+    constexpr int kGiven = RowAccumulator<Shape>::kExchanged * 128;
+    rows.give(1 - kHalf, rows.row_sum(1 - kHalf), exchange + kHalf * kGiven);
+    float total = rows.row_sum(kHalf);
+    named_barrier<Shape::kThreads>(1);
+    total = rows.take(kHalf, total, exchange + (1 - kHalf) * kGiven);
+    const int row = rows.row_of(kHalf);
+    if (row >= extent.rows) return;
+    if (joins) {
+        float* partial = reinterpret_cast<float*>(shared + Shape::kExchangeBytes) + row * Shape::kOutPitch;
+        rows.write_partial(kHalf, total, partial, row_stats + row);
+    } else {
+        rows.write_result(args, extent, kv_head, kHalf, total);
+    }
+}
+
+template <typename Shape>
+__global__ void __launch_bounds__(Shape::kLaunchThreads, 1)
+    hopper_alone_kernel(const __grid_constant__ AttentionArgs args) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    constexpr int kStages = Shape::kStages;
+    extern __shared__ char unaligned[];
+    __shared__ int row_low[Shape::kRows], row_high[Shape::kRows];
+    __shared__ float2 row_stats[Shape::kRows];
+    __shared__ alignas(8) uint64_t full[kStages], empty[kStages];
+    // The next launch is set up early: its blocks find room as ours leave.
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    if (threadIdx.x == 0) {
+        prefetch_map(&args.k_map);
+        prefetch_map(&args.v_map);
+        for (int stage = 0; stage < kStages; ++stage) {
+            start_barrier(full + stage, 1);
+            start_barrier(empty + stage, 4);  // the warps of one warpgroup
+        }
+        publish_barriers();
+    }
+    const uint32_t misalignment = shared_address(unaligned) % Shape::kAlignment;
+    char* shared = unaligned + (misalignment ? Shape::kAlignment - misalignment : 0);
+    const uint32_t ring = shared_address(shared);
+    char* query_stage = shared + kStages * Shape::kStageBytes;
+    __syncthreads();
+
+    const int kv_head = blockIdx.x, request = blockIdx.z;
+    const int split = blockIdx.y % args.splits;
+    const int row_tile = args.row_tiles - 1 - static_cast<int>(blockIdx.y) / args.splits;
+    if (args.settled) {
+        prefetch_page_table(args, request);
+    } else {
+        begin_attention(args, request);
+    }
+    const Extent extent(args, request, row_tile, Shape::kRows);
+    const SplitRange range(extent, args.splits, split, Shape::kKeys);
+    const bool joins = args.join_in_cluster && range.active > 1, has_tiles = split < range.active;
+    if (extent.rows <= 0 || (!has_tiles && !joins)) {
+        // Nobody leaves early: this launch is complete only after the one in front of it.
+        if (args.settled) wait_for_launch_in_front();
+        return;
+    }
+    const WholeTiles whole(extent, range, Shape::kKeys, args.settled);
+    if (threadIdx.x >= Shape::kThreads) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Shape::kFetchRegisters));
+        if (has_tiles && threadIdx.x < Shape::kThreads + 32)
+            fetch_tiles<Shape>(args, extent, whole, request, kv_head, ring, full, empty);
+        if (args.settled) wait_for_launch_in_front();
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Shape::kRegisters));
+        // Queries and new keys may come from the launch in front, whatever is settled.
+        if (args.settled) wait_for_launch_in_front();
+        if (has_tiles) {
+            const int key_group = threadIdx.x / 128;
+            const int lent_stage = kStages - Shape::kKeyGroups + key_group;
+            const uint32_t lent = ring + lent_stage * Shape::kStageBytes;
+            stage_queries<Shape>(args, extent, kv_head, query_stage);
+            copy_async_commit();
+            if (key_group < whole.edges)
+                copy_edge_tile<Shape>(args, extent, request, kv_head, whole.edge(range, key_group), lent);
+            for (int row = threadIdx.x; row < Shape::kRows; row += Shape::kThreads) {
+                const int query = (extent.first_row + row) / args.group;
+                row_low[row] = row < extent.rows ? extent.key_low(args, query) : 0;
+                row_high[row] = row < extent.rows ? extent.key_high(args, query) : 0;
+            }
+            copy_async_wait<0>();
+            publish_to_wgmma();
+            named_barrier<Shape::kThreads>(1);
+            RowAccumulator<Shape> rows(threadIdx.x % 128 / 32 * 16, extent);
+            rows.load_queries(shared_address(query_stage));
+
+            const int edge_steps = (whole.edges - key_group + 1) / 2, whole_steps = (whole.count - key_group + 1) / 2;
+            if (edge_steps == 0 && rows.lane == 0) arrive(empty + lent_stage);
+#pragma unroll 1
+            for (int step = 0; step < edge_steps + whole_steps; ++step) {
+                const bool edge = step < edge_steps;
+                const int index = key_group + (edge ? step : step - edge_steps) * 2;
+                const int stage = edge ? lent_stage : index % kStages;
+                const int tile = edge ? whole.edge(range, index) : whole.first + index;
+                if (!edge) {
+                    wait_for_phase(full + stage, index / kStages & 1);
+                } else if (step > 0) {
+                    copy_edge_tile<Shape>(args, extent, request, kv_head, tile, lent);
+                    copy_async_wait<0>();
+                    publish_to_wgmma();
+                    named_barrier<128>(2 + key_group);
+                }
+                rows.attend(args, extent, row_low, row_high, ring + stage * Shape::kStageBytes, tile * Shape::kKeys);
+                if (edge) {
+                    publish_to_wgmma();
+                    named_barrier<128>(2 + key_group);  // the stage is written again
+                }
+                if ((!edge || step == edge_steps - 1) && rows.lane == 0) arrive(empty + stage);
+            }
+            named_barrier<Shape::kThreads>(1);  // both warpgroups are done with the ring
+            // Each warpgroup finishes one half of the rows.
+            if (key_group == 0) {
+                finish_half<Shape, 0>(rows, args, extent, kv_head, joins, shared, row_stats);
+            } else {
+                finish_half<Shape, 1>(rows, args, extent, kv_head, joins, shared, row_stats);
+            }
+        }
+        if (joins)
+            join_cluster<Shape, kMaxClusterSplits>(args, extent, kv_head, split, range.active,
+                                                   ring + Shape::kExchangeBytes, shared_address(row_stats));
+    }
+#endif
+}
+
+}  // namespace dflash

@@ -1,0 +1,170 @@
+// What a warpgroup of either Hopper kernel does with 64 keys that lie in shared memory, and how its result leaves it.
+#pragma once
+
+#include "attention_extent.cuh"
+#include "wgmma.cuh"
+
+namespace dflash {
+
+// The query rows of one warp in registers, and what it has summed up. Shape: T, kHeadDim, kRows, kPartBytes (64
+// dimensions of a tile's keys), kValueOffset (from K to V of a tile), kOutPitch.
+template <typename Shape>
+struct RowAccumulator {
+    using T = typename Shape::T;
+    static constexpr int kSteps = Shape::kHeadDim / 16, kKeys = 64, kKeyTiles = kKeys / 8;
+
+    const int warp_row, lane;
+    const bool warp_has_rows;
+    uint32_t queries[kSteps][4];
+    float out[2 * kSteps][4] = {};
+    float sum[2] = {}, reference[2] = {-1e30f, -1e30f};  // exponents are relative to the reference, in powers of two
+
+    __device__ __forceinline__ RowAccumulator(int warp_row, const Extent& extent)
+        : warp_row(warp_row), lane(threadIdx.x % 32), warp_has_rows(warp_row < extent.rows) {}
+
+    // From the rows that stage_queries wrote.
+    __device__ __forceinline__ void load_queries(uint32_t staged) {
+        const uint32_t address = staged + (warp_row + lane % 16) * Shape::kQueryPitch + lane / 16 * 16;
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) ldmatrix_x4(queries[k], address + k * 32);
+    }
+
+    // Keys key0 .. key0 + 63, which start at `keys` in shared memory. All four warps of the warpgroup call it.
+    __device__ __forceinline__ void attend(const AttentionArgs& args, const Extent& extent, const int* row_low,
+                                           const int* row_high, uint32_t keys, int key0) {
+        float score[kKeyTiles][4];
+        wgmma_begin();
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k)
+            Wgmma<T, kKeys>::template multiply<0>(
+                score, queries[k], wgmma_operand(keys + k / 4 * Shape::kPartBytes + k % 4 * 32, 16, 1024), k > 0);
+        wgmma_finish();
+
+        uint32_t weights[kKeyTiles / 2][4] = {};
+        if (warp_has_rows) {
+            if (args.softcap_scale != 0.0f) {
+#pragma unroll
+                for (int n = 0; n < kKeyTiles; ++n)
+#pragma unroll
+                    for (float& x : score[n]) x = tanh_fast(x * args.softcap_scale);
+            }
+            if (key0 < extent.full_low || key0 + kKeys > extent.full_high) {
+                const int row = warp_row + lane / 4;
+                const int low[2] = {row_low[row] - key0, row_low[row + 8] - key0};
+                const int high[2] = {row_high[row] - key0, row_high[row + 8] - key0};
+#pragma unroll
+                for (int n = 0; n < kKeyTiles; ++n)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const int key = n * 8 + lane % 4 * 2 + i % 2;
+                        if (key < low[i / 2] || key >= high[i / 2]) score[n][i] = -INFINITY;
+                    }
+            }
+            float most[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+            for (int n = 0; n < kKeyTiles; ++n) {
+                most[0] = fmaxf(most[0], fmaxf(score[n][0], score[n][1]));
+                most[1] = fmaxf(most[1], fmaxf(score[n][2], score[n][3]));
+            }
+            most[0] *= args.scale_log2, most[1] *= args.scale_log2;
+            // Any reference within 2^8 of the maximum is as exact in float32 as the maximum itself, so that the
+            // accumulators are rescaled a few times per pass and not at every tile.
+            if (__any_sync(0xffffffffu, most[0] > reference[0] + 8.0f || most[1] > reference[1] + 8.0f)) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    float top = fmaxf(most[half], reference[half]);
+                    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+                    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+                    const float factor = exp2_fast(reference[half] - top);
+                    reference[half] = top;
+                    sum[half] *= factor;
+#pragma unroll
+                    for (int n = 0; n < 2 * kSteps; ++n) {
+                        out[n][half * 2] *= factor;
+                        out[n][half * 2 + 1] *= factor;
+                    }
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < kKeyTiles; ++n)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const float low = exp2_fast(fmaf(score[n][half * 2], args.scale_log2, -reference[half]));
+                    const float high = exp2_fast(fmaf(score[n][half * 2 + 1], args.scale_log2, -reference[half]));
+                    sum[half] += low + high;
+                    weights[n / 2][n % 2 * 2 + half] = pack_pair<T>(low, high);
+                }
+        }
+        wgmma_begin();
+#pragma unroll
+        for (int k = 0; k < kKeyTiles / 2; ++k)
+            Wgmma<T, Shape::kHeadDim>::template multiply<1>(
+                out, weights[k], wgmma_operand(keys + Shape::kValueOffset + k * 2048, Shape::kPartBytes, 1024), 1);
+        wgmma_finish();
+    }
+
+    // Row of the tile that this thread's half `half` of the accumulators belongs to.
+    __device__ __forceinline__ int row_of(int half) const { return warp_row + half * 8 + lane / 4; }
+
+    __device__ __forceinline__ float row_sum(int half) const {
+        float total = sum[half];
+        total += __shfl_xor_sync(0xffffffffu, total, 1);
+        return total + __shfl_xor_sync(0xffffffffu, total, 2);
+    }
+
+    // Writes a finished row.
+    __device__ __forceinline__ void write_result(const AttentionArgs& args, const Extent& extent, int kv_head, int half,
+                                                 float total) const {
+        const int request_row = extent.first_row + row_of(half);
+        const int head = kv_head * args.group + request_row % args.group;
+        const float sink = args.sinks ? args.sinks[head] * 1.4426950408889634f : -INFINITY;
+        // A sink far above every key would overflow relative to the reference: take the larger of the two.
+        const float top = fmaxf(reference[half], sink);
+        const float weight = exp2_fast(reference[half] - top);
+        total = total * weight + exp2_fast(sink - top);
+        const float factor = total > 0.0f ? weight / total : 0.0f;
+        T* target = static_cast<T*>(args.out) + (extent.query_begin + request_row / args.group) * args.out_stride +
+                    head * Shape::kHeadDim + lane % 4 * 2;
+#pragma unroll
+        for (int n = 0; n < 2 * kSteps; ++n)
+            *reinterpret_cast<uint32_t*>(target + n * 8) =
+                pack_pair<T>(out[n][half * 2] * factor, out[n][half * 2 + 1] * factor);
+    }
+
+    // The sums of half `half` of a warpgroup's rows, thread by thread, for the other warpgroup: [kExchanged][128].
+    static constexpr int kExchanged = 2 * kSteps + 1;
+    __device__ __forceinline__ void give(int half, float total, float2* exchange) const {
+        const int thread = threadIdx.x % 128;
+#pragma unroll
+        for (int n = 0; n < 2 * kSteps; ++n)
+            exchange[n * 128 + thread] = make_float2(out[n][half * 2], out[n][half * 2 + 1]);
+        exchange[2 * kSteps * 128 + thread] = make_float2(reference[half], total);
+    }
+
+    // Adds what the same thread of the other warpgroup gave; returns the sum of the row over both.
+    __device__ __forceinline__ float take(int half, float total, const float2* exchange) {
+        const int thread = threadIdx.x % 128;
+        const float2 theirs = exchange[2 * kSteps * 128 + thread];
+        const float top = fmaxf(reference[half], theirs.x);
+        const float mine = exp2_fast(reference[half] - top), share = exp2_fast(theirs.x - top);
+#pragma unroll
+        for (int n = 0; n < 2 * kSteps; ++n) {
+            const float2 value = exchange[n * 128 + thread];
+            out[n][half * 2] = out[n][half * 2] * mine + value.x * share;
+            out[n][half * 2 + 1] = out[n][half * 2 + 1] * mine + value.y * share;
+        }
+        reference[half] = top;
+        return total * mine + theirs.y * share;
+    }
+
+    // The sums of a row, not normalised, to `target` [kHeadDim] and `stats`.
+    __device__ __forceinline__ void write_partial(int half, float total, float* target, float2* stats) const {
+#pragma unroll
+        for (int n = 0; n < 2 * kSteps; ++n)
+            *reinterpret_cast<float2*>(target + n * 8 + lane % 4 * 2) =
+                make_float2(out[n][half * 2], out[n][half * 2 + 1]);
+        if (lane % 4 == 0) *stats = make_float2(reference[half], total);
+    }
+};
+
+}  // namespace dflash

@@ -1,0 +1,106 @@
+// Joins the partial results of a thread block cluster through its blocks' shared memory.
+#pragma once
+
+#include "attention_extent.cuh"
+
+namespace dflash {
+
+template <int kThreads>
+__device__ __forceinline__ void named_barrier(int name) {
+    asm volatile("bar.sync %0, %1;" ::"r"(name), "n"(kThreads) : "memory");
+}
+
+// Of all threads of the cluster's blocks that have not left.
+__device__ __forceinline__ void cluster_barrier() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ uint32_t peer_address(uint32_t shared, int rank) {
+    uint32_t address;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
+    return address;
+}
+
+__device__ __forceinline__ float4 load_peer(uint32_t address) {
+    float4 v;
+    asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "r"(address)
+                 : "memory");
+    return v;
+}
+
+__device__ __forceinline__ float2 load_peer_pair(uint32_t address) {
+    float2 v;
+    asm volatile("ld.shared::cluster.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+    return v;
+}
+
+// Joins the splits of a row tile, which are one cluster: each block has its partial rows in shared memory, `outs` of
+// pitch kOutPitch and `stats`, and finishes every splits-th row. A block without keys helps, too. Sixteen lanes per
+// row; Shape::kThreads threads call it, at most kMaxParts splits are active.
+template <typename Shape, int kMaxParts>
+__device__ __forceinline__ void join_cluster(const AttentionArgs& args, const Extent& extent, int kv_head, int split,
+                                             int active, uint32_t outs, uint32_t stats) {
+    constexpr int kLanes = 16, kPieces = Shape::kHeadDim / (4 * kLanes), kAhead = kMaxParts < 8 ? kMaxParts : 8;
+    static_assert(kMaxParts <= kLanes && kPieces * 4 * kLanes == Shape::kHeadDim, "a lane weighs one part");
+    const int lane = threadIdx.x % kLanes;
+    cluster_barrier();
+    // Whole warps stay in the loop while one of their rows exists.
+    for (int turn = 0;; ++turn) {
+        const int place = turn * (Shape::kThreads / kLanes) + static_cast<int>(threadIdx.x) / kLanes;
+        const int row = split + place * args.splits;
+        if (split + (place & ~1) * args.splits >= extent.rows) break;
+        const bool exists = row < extent.rows;
+        const int request_row = extent.first_row + (exists ? row : 0);
+        const int head = kv_head * args.group + request_row % args.group;
+        const float sink = args.sinks ? args.sinks[head] * 1.4426950408889634f : -INFINITY;
+        float2 stat = make_float2(-INFINITY, 0.0f);
+        if (exists && lane < active) stat = load_peer_pair(peer_address(stats + row * 8, lane));
+        float4 value[kPieces] = {};
+        float most = fmaxf(fmaxf(sink, stat.x), -1e30f), weight = 0.0f, total = 0.0f;
+        for (int first = 0; first < active; first += kAhead) {
+            float4 part[kAhead][kPieces];
+#pragma unroll
+            for (int i = 0; i < kAhead; ++i)
+#pragma unroll
+                for (int piece = 0; piece < kPieces; ++piece) {
+                    part[i][piece] = make_float4(0, 0, 0, 0);
+                    if (exists && first + i < active)
+                        part[i][piece] = load_peer(
+                            peer_address(outs + (row * Shape::kOutPitch + (piece * kLanes + lane) * 4) * 4, first + i));
+                }
+            if (first == 0) {  // while the first parts are on their way
+                for (int offset = kLanes / 2; offset > 0; offset /= 2)
+                    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, offset));
+                weight = exp2_fast(stat.x - most);
+                total = weight * stat.y;
+                for (int offset = kLanes / 2; offset > 0; offset /= 2)
+                    total += __shfl_xor_sync(0xffffffffu, total, offset);
+                total += exp2_fast(sink - most);
+            }
+#pragma unroll
+            for (int i = 0; i < kAhead; ++i) {
+                // Parts that do not exist have weight 0.
+                const float share = __shfl_sync(0xffffffffu, weight, first + i, kLanes);
+#pragma unroll
+                for (int piece = 0; piece < kPieces; ++piece) {
+                    value[piece].x += share * part[i][piece].x, value[piece].y += share * part[i][piece].y;
+                    value[piece].z += share * part[i][piece].z, value[piece].w += share * part[i][piece].w;
+                }
+            }
+        }
+        if (!exists) continue;
+        const float factor = total > 0.0f ? 1.0f / total : 0.0f;
+        auto* target = static_cast<typename Shape::T*>(args.out) +
+                       (extent.query_begin + request_row / args.group) * args.out_stride + head * Shape::kHeadDim;
+#pragma unroll
+        for (int piece = 0; piece < kPieces; ++piece)
+            reinterpret_cast<uint2*>(target)[piece * kLanes + lane] =
+                make_uint2(pack_pair<typename Shape::T>(value[piece].x * factor, value[piece].y * factor),
+                           pack_pair<typename Shape::T>(value[piece].z * factor, value[piece].w * factor));
+    }
+    cluster_barrier();  // nobody's shared memory goes away while a peer may read it
+}
+
+}  // namespace dflash

@@ -1,0 +1,45 @@
+"""The log of the serving processes: one line of text, or one JSON object a line."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+from typing import TextIO
+
+LOG_FORMAT_VARIABLE = "TRTLLM_DFLASH_LOG_FORMAT"
+LOG_FORMATS = ("text", "json")
+
+
+class JsonLines(logging.Formatter):
+    """``{"time", "level", "logger", "message", …}``; a mapping given as ``extra={"request": …}`` is added to it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.datetime.fromtimestamp(record.created, datetime.timezone.utc)
+        line: dict[str, object] = {
+            "time": at.isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "request", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+class TextLines(logging.Formatter):
+    """The same facts for people."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        facts = getattr(record, "request", {})
+        text = super().format(record)
+        return text + "".join(f" {name}={value}" for name, value in facts.items())
+
+
+def configure_logging(stream: TextIO, log_format: str) -> None:
+    """Send all of this process's log to ``stream``; ``log_format`` is one of ``LOG_FORMATS``."""
+    handler = logging.StreamHandler(stream)
+    text = TextLines("%(asctime)s %(name)s %(levelname)s %(message)s")
+    handler.setFormatter(JsonLines() if log_format == "json" else text)
+    logging.basicConfig(handlers=[handler], level=logging.INFO, force=True)
