@@ -30,7 +30,7 @@ def served_figures(engines: Path, prompts: Path, device: str, max_tokens: int) -
     workload = make_workload(prompts, SamplingParams(max_tokens=max_tokens, temperature=0.0))
     load = Load(CONCURRENCY, None, REQUESTS)
     with tempfile.TemporaryDirectory() as folder:
-        deploy(engines, Path(folder) / "models", device=device)
+        deploy(engines, Path(folder) / "models", device=device, prefix_cache=False)
         with triton_server(Path(folder) / "models", log=Path(folder) / "triton.log") as server:
             local = open_configuration(
                 Configuration("in process", engines=engines), workload, device=device, concurrency=CONCURRENCY
