@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.sweep_timed_server import FACTS, timed_server
 from trtllm_dflash.bench.aiperf import run_aiperf
 from trtllm_dflash.bench.configuration import Configuration, Opened, open_configuration
 from trtllm_dflash.bench.load import Load, run_load
@@ -29,7 +30,7 @@ def served_figures(engines: Path, prompts: Path, device: str, max_tokens: int) -
     workload = make_workload(prompts, SamplingParams(max_tokens=max_tokens, temperature=0.0))
     load = Load(CONCURRENCY, None, REQUESTS)
     with tempfile.TemporaryDirectory() as folder:
-        deploy(engines, Path(folder) / "models", device=device)
+        deploy(engines, Path(folder) / "models", device=device, prefix_cache=False)
         with triton_server(Path(folder) / "models", log=Path(folder) / "triton.log") as server:
             local = open_configuration(
                 Configuration("in process", engines=engines), workload, device=device, concurrency=CONCURRENCY
@@ -54,9 +55,18 @@ def served_figures(engines: Path, prompts: Path, device: str, max_tokens: int) -
 
 
 def aiperf_figures(
-    url: str, prompts: Path, tokenizer: Path, *, command: str, max_tokens: int
+    url: str | None, prompts: Path, tokenizer: Path, *, command: str, max_tokens: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``aiperf_rel_diff``: AIPerf's tok/s of an OpenAI endpoint over ours, less 1; median of interleaved rounds."""
+    """``aiperf_rel_diff``: AIPerf's tok/s of an OpenAI endpoint over ours, less 1; median of interleaved rounds.
+
+    Args:
+        url: the endpoint. None takes one that only sleeps: AIPerf's own processes slow down an engine that shares their
+            cores, and then the difference is not one of method.
+    """
+    if url is None:
+        with timed_server() as timed:
+            figures, details = aiperf_figures(timed, prompts, tokenizer, command=command, max_tokens=max_tokens)
+        return figures, details | {"endpoint": FACTS}
     workload = make_workload(prompts, SamplingParams(max_tokens=max_tokens, temperature=0.0), count=2 * REQUESTS)
     served = find_served_model(url, api="openai")
     # As AIPerf does it: no load is kept up behind the last request.

@@ -67,6 +67,7 @@ def shape_sweep(
             speculation="on" if size > 1 else "off",
             block_size=size,
             kv_cache_tokens=users * (PROMPT_TOKENS + MAX_TOKENS + 64),
+            prefix_cache=False,
             options=EngineOptions(forced_acceptance=min(FORCED_ACCEPTANCE, size) if size > 1 else None),
         )
         uuid = torch.cuda.get_device_properties(session.device).uuid if session.device.type == "cuda" else None

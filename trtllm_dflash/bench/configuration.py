@@ -28,6 +28,7 @@ class Configuration:
         label: its name in reports.
         engines: engine directory, run in this process; or ``url`` of a served model.
         speculation, block_size, kv_cache_tokens: as ``LLM`` takes them.
+        prefix_cache: likewise; off, because a repeat of the same prompts would find them computed.
         api, model: of a served model; None asks the server. tokenizer: engine or tokenizer directory whose chat
             template and ids a Triton model is asked with.
         gpus: GPUs that serve it; None takes the engine's ranks, or 1.
@@ -40,6 +41,7 @@ class Configuration:
     speculation: SpeculationMode = "auto"
     block_size: int | None = None
     kv_cache_tokens: int | None = None
+    prefix_cache: bool = False
     api: Api | None = None
     model: str | None = None
     tokenizer: Path | None = None
@@ -151,6 +153,7 @@ def _open_engine(
         block_size=configuration.block_size,
         kv_cache_tokens=cache_tokens,
         options=EngineOptions(forced_acceptance=forced),
+        prefix_cache=configuration.prefix_cache,
     )
     on_gpu = llm.session.device.type == "cuda"
     drafter = directory.drafter_config
@@ -168,6 +171,7 @@ def _open_engine(
         "max_batch_size": directory.limits.max_batch_size,
         "max_seq_len": directory.limits.max_seq_len,
         "kv_cache_tokens": cache_tokens,
+        "prefix_cache": configuration.prefix_cache,
         "prompts_left_out": dropped,
     }
     return Opened(

@@ -122,6 +122,8 @@ def _from_mapping(entry: object, path: Path, place: str) -> Configuration:
     values["speculation"] = {True: "on", False: "off"}.get(speculation, speculation)
     if values["speculation"] not in ("auto", "on", "off"):
         raise ConfigError(f"{path}: {place}.speculation is {speculation!r}, expected on, off or auto")
+    if not isinstance(values.get("prefix_cache", False), bool):
+        raise ConfigError(f"{path}: {place}.prefix_cache is {values['prefix_cache']!r}, expected true or false")
     if values.get("api") not in (None, "triton", "openai"):
         raise ConfigError(f"{path}: {place}.api is {values['api']!r}, expected triton or openai")
     for key in ("engines", "tokenizer"):

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 @click.option("--speculation/--no-speculation", default=None, help="[default: speculation if the engine has a drafter]")
 @click.option("--block-size", type=int, help="Block size S for this run, up to the engine's.")
 @click.option("--kv-cache-tokens", type=int, help="Tokens of the KV cache.  [default: what this load needs]")
+@click.option(
+    "--prefix-cache/--no-prefix-cache", default=False, show_default=True, help="Compute shared prefixes once."
+)
 @click.option("--stages/--no-stages", default=True, show_default=True, help="Time the stages of a cycle first.")
 @click.option(
     "--cycle-table",
@@ -55,6 +58,7 @@ def bench(
     speculation: bool | None,
     block_size: int | None,
     kv_cache_tokens: int | None,
+    prefix_cache: bool,
     stages: bool,
     cycle_table: Path | None,
     as_json: bool,
@@ -97,6 +101,7 @@ def bench(
         speculation="auto" if speculation is None else "on" if speculation else "off",
         block_size=block_size,
         kv_cache_tokens=kv_cache_tokens,
+        prefix_cache=prefix_cache,
         api=api,
         model=model,
         tokenizer=tokenizer,
