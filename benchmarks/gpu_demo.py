@@ -35,21 +35,23 @@ def exactness_figures(
     for speculation in ("off", "on"):
         for graphs in (True, False):
             options = EngineOptions(graphs=graphs, adaptive=False)
-            with LLM(engines, device=device, speculation=speculation, options=options, kernels="plugins") as llm:
+            with LLM(
+                engines, device=device, speculation=speculation, options=options, kernels="plugins", prefix_cache=False
+            ) as llm:
                 prompts = [llm.encode(message) for message in messages]
                 name = f"{speculation}-{'graph' if graphs else 'eager'}"
                 outputs = [llm.generate([ids], params)[0] for ids in prompts]
                 texts[name] = [output.token_ids for output in outputs]
                 acceptance[name] = _pooled(outputs)
     ties, unexplained = [], []
-    with LLM(engines, device=device, speculation="off", kernels="plugins") as plain:
+    with LLM(engines, device=device, speculation="off", kernels="plugins", prefix_cache=False) as plain:
         for name, those in texts.items():
             for index, (text, base) in enumerate(zip(those, texts["off-graph"], strict=True)):
                 if text == base:
                     continue
                 gap = _gap_at_parting(plain, prompts[index], text, base)
                 (ties if gap <= _TIE else unexplained).append({"setting": name, "prompt": index, "gap": gap})
-    with LLM(float32_engines, device="cpu", speculation="on") as on_cpu:
+    with LLM(float32_engines, device="cpu", speculation="on", prefix_cache=False) as on_cpu:
         acceptance["cpu-float32"] = _pooled(on_cpu.generate([list(ids) for ids in prompts], params))
     parted = {entry["prompt"] for entry in unexplained}
     ours, cpu = acceptance["on-graph"], acceptance["cpu-float32"]
@@ -98,8 +100,8 @@ def speed_figures(
     model = AutoModelForCausalLM.from_pretrained(demo_target(), **arguments).to(device).eval()
     drafter = reference.DFlash2DraftModel.from_pretrained(demo_drafter(), **arguments).to(device).eval()
     with (
-        LLM(engines, device=device, speculation="on", kernels="plugins") as speculative,
-        LLM(engines, device=device, speculation="off", kernels="plugins") as plain,
+        LLM(engines, device=device, speculation="on", kernels="plugins", prefix_cache=False) as speculative,
+        LLM(engines, device=device, speculation="off", kernels="plugins", prefix_cache=False) as plain,
     ):
         prompts = [plain.encode(message) for message in messages]
 
@@ -154,7 +156,10 @@ def adaptive_figures(
     """``adaptive_min_ratio``: tokens/s of ``auto`` over the better of on and off, the least over concurrencies."""
     messages = load_prompts(prompts_file, max(concurrencies))
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    llms = {mode: LLM(engines, device=device, speculation=mode, kernels="plugins") for mode in ("auto", "on", "off")}
+    llms = {
+        mode: LLM(engines, device=device, speculation=mode, kernels="plugins", prefix_cache=False)
+        for mode in ("auto", "on", "off")
+    }
     details: dict[str, Any] = {}
     worst = float("inf")
     try:
@@ -191,10 +196,10 @@ def fp8_accuracy_figures(
     texts: dict[str, list[Ids]] = {}
     acceptance: dict[str, float] = {}
     for name, path in (("bfloat16", engines), ("fp8", fp8_engines)):
-        with LLM(path, device=device, speculation="off", kernels="plugins") as plain:
+        with LLM(path, device=device, speculation="off", kernels="plugins", prefix_cache=False) as plain:
             prompts = [list(plain.encode(message)) for message in messages]
             texts[name] = [output.token_ids for output in plain.generate(prompts, params)]
-        with LLM(path, device=device, speculation="on", kernels="plugins") as speculative:
+        with LLM(path, device=device, speculation="on", kernels="plugins", prefix_cache=False) as speculative:
             acceptance[name] = _pooled(speculative.generate(prompts, params))
     shares = []
     for exact, rounded in zip(texts["bfloat16"], texts["fp8"], strict=True):

@@ -206,6 +206,8 @@ class CudaOps(TorchOps):
             plan.max_query,
             scale=scale,
             window=window,
+            # Rows below the context were written by earlier passes, long before the launch in front.
+            context_settled=True,
         )
 
     def plan_block_attention(  # type: ignore[override]
@@ -238,6 +240,7 @@ class CudaOps(TorchOps):
             scale=scale,
             window=window,
             causal=causal,
+            context_settled=True,
         )
 
     # DFlash 2
