@@ -114,7 +114,7 @@ class GpuCycle:
         )
 
     def _speed(self) -> Figures:
-        count, tokens, repeats = (2, 16, 1) if self._small else (10, 128, 5)
+        count, tokens, repeats = (2, 16, 1) if self._small else (10, 128, 3)
         return speed_figures(
             self._engines("bfloat16"),
             self._prompts,
