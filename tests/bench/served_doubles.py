@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -72,11 +73,7 @@ class _Triton(_Handler):
                 ids = list(chunk.token_ids)
                 event["token_ids"] = ids if len(ids) > 1 else ids[0]
             if chunk.metrics is not None:
-                event |= {
-                    "finish_reason": chunk.finish_reason,
-                    "total_accepted_draft_tokens": chunk.metrics.accepted_tokens,
-                    "total_draft_tokens": chunk.metrics.drafted_tokens,
-                }
+                event |= {"finish_reason": chunk.finish_reason, "request_metrics": json.dumps(asdict(chunk.metrics))}
             self.event(event)
 
         params = SamplingParams(max_tokens=body["max_tokens"], temperature=body["temperature"])

@@ -104,7 +104,7 @@ def test_triton_is_measured_as_the_engine_is(
     assert remote.acceptance is not None
     assert local.acceptance is not None
     assert remote.acceptance.acceptance_length == pytest.approx(local.acceptance.acceptance_length)
-    assert remote.acceptance.histogram is None
+    assert remote.acceptance.histogram == local.acceptance.histogram
 
 
 def test_an_openai_endpoint_gives_usage_and_acceptance(tiny_llms: Callable[..., LLM], workload: Workload) -> None:

@@ -105,10 +105,11 @@ class TritonEndpoint:
         if "finish_reason" in last:
             record.finish_reason = str(last["finish_reason"])
             record.completion_tokens = len(tokens)
-            record.accepted = int(str(last.get("total_accepted_draft_tokens", 0)))
-            record.drafted = int(str(last.get("total_draft_tokens", 0)))
-            # The first token comes from the prefill; every cycle brings one more than it accepted.
-            record.cycles = max(0, len(tokens) - 1 - record.accepted)
+            metrics = json.loads(str(last.get("request_metrics", "{}")))
+            record.accepted = int(metrics.get("accepted_tokens", 0))
+            record.drafted = int(metrics.get("drafted_tokens", 0))
+            record.cycles = int(metrics.get("cycles", 0))
+            record.histogram = tuple(map(int, metrics.get("accepted_histogram", ()))) or None
 
     def stop_all(self) -> None:
         """Streams look at their ``stop`` after every event, and leaving one closes its connection."""
