@@ -180,9 +180,10 @@ def aiperf(server: ServerHandle, engines: Path, data: Path, port: int, folder: P
         *("--extra-inputs", f"payload_template:{template}", "--extra-inputs", "response_field:text_output"),
     ]
     for name, options in (("openai", openai), ("triton", triton)):
+        time.sleep(2.5)  # a heartbeat and a poll: what was served before is counted before
         before = _counters(port)
         report = _aiperf(program, options, engines / "tokenizer", prompts, folder / name)
-        time.sleep(2.5)  # heartbeat and poll
+        time.sleep(2.5)
         counted = {key: value - before.get(key, 0.0) for key, value in _counters(port).items()}
         tokens = counted["dflash_output_tokens_total"]
         theirs = float(report["total_output_tokens"]["avg"])

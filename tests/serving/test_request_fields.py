@@ -6,7 +6,8 @@ import pytest
 
 from trtllm_dflash.config.sampling import SamplingParams
 from trtllm_dflash.errors import RequestError
-from trtllm_dflash.serving.request_fields import ALIASES, INPUTS, ServingRequest, parse_request
+from trtllm_dflash.serving.request_fields import ServingRequest, parse_request
+from trtllm_dflash.serving.request_inputs import ALIASES, INPUTS
 
 
 def parse(**inputs: object) -> ServingRequest:

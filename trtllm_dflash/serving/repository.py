@@ -24,7 +24,7 @@ from trtllm_dflash.config.json_reader import JsonObject, read_json
 from trtllm_dflash.errors import ConfigError
 from trtllm_dflash.serving import metric_definitions, wire
 from trtllm_dflash.serving.engine_facts import EngineFacts, check_fingerprint, read_engine_facts
-from trtllm_dflash.serving.request_fields import INPUTS
+from trtllm_dflash.serving.request_inputs import INPUTS
 
 FORMAT_VERSION = 1
 IDENTITY = "repository.json"
