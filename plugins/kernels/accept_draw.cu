@@ -308,7 +308,7 @@ __global__ void __cluster_dims__(kDrawBlocks, 1, 1) __launch_bounds__(kDrawThrea
 
 template <typename T>
 void launch_accept_draw(const dflash_accept_params& p, int chunks, AcceptWorkspace workspace, cudaStream_t stream) {
-    launch_overlapped(accept_and_draw<T>, dim3(kDrawBlocks, p.batch), kDrawThreads, stream, p, chunks, workspace);
+    launch_overlapped(accept_and_draw<T>, dim3(kDrawBlocks, p.batch), kDrawThreads, 0, stream, p, chunks, workspace);
 }
 
 template void launch_accept_draw<float>(const dflash_accept_params&, int, AcceptWorkspace, cudaStream_t);

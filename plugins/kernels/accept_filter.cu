@@ -385,7 +385,7 @@ __global__ void __launch_bounds__(kFilterThreads, 2)
 
 template <typename T>
 void launch_row_filter(const dflash_accept_params& p, int chunks, AcceptWorkspace workspace, cudaStream_t stream) {
-    launch_overlapped(filter_rows<T>, p.batch * p.block_size, kFilterThreads, stream, p, chunks, workspace);
+    launch_overlapped(filter_rows<T>, p.batch * p.block_size, kFilterThreads, 0, stream, p, chunks, workspace);
 }
 
 template void launch_row_filter<float>(const dflash_accept_params&, int, AcceptWorkspace, cudaStream_t);

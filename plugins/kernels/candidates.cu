@@ -142,7 +142,7 @@ int32_t dflash_candidates(const dflash_candidates_params* params, dflash_stream 
         return check_launch("candidates");
     });
     if (status != DFLASH_OK) return status;
-    launch_overlapped(merge_chunks, p.rows, kMergeThreads, cuda_stream, lists, chunks, p.count, p.id_offset, p.values,
+    launch_overlapped(merge_chunks, p.rows, kMergeThreads, 0, cuda_stream, lists, chunks, p.count, p.id_offset, p.values,
                       p.ids);
     return check_launch("candidates merge");
 }

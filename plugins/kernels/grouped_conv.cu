@@ -3,6 +3,7 @@
 #include "dflash_select.h"
 #include "launch.h"
 #include "ordered_key.cuh"
+#include "overlapped_launch.cuh"
 #include "select_dispatch.h"
 
 namespace dflash {
@@ -65,6 +66,8 @@ __device__ void convolve(const dflash_grouped_conv_params& p, int row, int colum
 
 template <typename T>
 __global__ void __launch_bounds__(kInThreads) conv_in(dflash_grouped_conv_params p) {
+    let_next_launch_start();
+    wait_for_previous_launch();
     const int column = int(blockIdx.y * kInThreads + threadIdx.x) * kColumns, row = blockIdx.x;
     if (column >= p.width) return;
     float sum[kColumns];
@@ -87,6 +90,8 @@ __device__ float block_sum(float value) {
 // One block per row; a thread keeps its Pieces * 8 columns in registers between the residual and the norm.
 template <typename T, int Pieces>
 __global__ void __launch_bounds__(kMaxOutThreads) conv_out(dflash_grouped_conv_params p) {
+    let_next_launch_start();
+    wait_for_previous_launch();
     const int row = blockIdx.x;
     float* residual = p.residual + int64_t(row) * p.width;
     float kept[Pieces][kColumns];
@@ -164,17 +169,18 @@ int32_t dflash_grouped_conv(const dflash_grouped_conv_params* params, dflash_str
     return dispatch_dtype("grouped_conv", p.dtype, [&](auto zero) {
         using T = decltype(zero);
         if (p.residual == nullptr) {
-            conv_in<T><<<dim3(p.rows, (vectors + kInThreads - 1) / kInThreads), kInThreads, 0, cuda_stream>>>(p);
+            const dim3 grid(p.rows, (vectors + kInThreads - 1) / kInThreads);
+            launch_overlapped(conv_in<T>, grid, kInThreads, 0, cuda_stream, p);
             return check_launch("grouped_conv in");
         }
         const int threads = vectors < kMaxOutThreads ? (vectors + 31) / 32 * 32 : kMaxOutThreads;
         const int pieces = (vectors + threads - 1) / threads;
         if (pieces == 1) {
-            conv_out<T, 1><<<p.rows, threads, 0, cuda_stream>>>(p);
+            launch_overlapped(conv_out<T, 1>, p.rows, threads, 0, cuda_stream, p);
         } else if (pieces == 2) {
-            conv_out<T, 2><<<p.rows, threads, 0, cuda_stream>>>(p);
+            launch_overlapped(conv_out<T, 2>, p.rows, threads, 0, cuda_stream, p);
         } else {
-            conv_out<T, 4><<<p.rows, threads, 0, cuda_stream>>>(p);
+            launch_overlapped(conv_out<T, 4>, p.rows, threads, 0, cuda_stream, p);
         }
         return check_launch("grouped_conv out");
     });

@@ -1,6 +1,7 @@
 // QK norm + RoPE + paged write: what a target layer does between its QKV projection and attention.
 #include "head_row.cuh"
 #include "launch.h"
+#include "overlapped_launch.cuh"
 
 namespace dflash {
 
@@ -15,6 +16,8 @@ constexpr int kThreads = 256;
 template <typename T, bool kFloat8, int kLanes>
 __global__ void __launch_bounds__(kThreads)
     qk_rope_kernel(const __grid_constant__ dflash_qk_rope_params p, int heads_per_group) {
+    let_next_launch_start();  // attention may read the settled part of the cache meanwhile
+    wait_for_previous_launch();
     using Row = HeadRow<T, kLanes>;
     const int heads = p.num_heads + 2 * p.num_kv_heads;
     const int groups = (heads + heads_per_group - 1) / heads_per_group;
@@ -66,8 +69,9 @@ void launch(const dflash_qk_rope_params& p, cudaStream_t stream) {
     const int heads_per_group = static_cast<int64_t>(p.tokens) * heads * kLanes > 2 * resident ? 6 : 1;
     const int groups = (heads + heads_per_group - 1) / heads_per_group;
     const int64_t threads = static_cast<int64_t>(p.tokens) * groups * kLanes;
-    qk_rope_kernel<T, kFloat8, kLanes>
-        <<<static_cast<unsigned>((threads + kThreads - 1) / kThreads), kThreads, 0, stream>>>(p, heads_per_group);
+    launch_overlapped(qk_rope_kernel<T, kFloat8, kLanes>,
+                      dim3(static_cast<unsigned>((threads + kThreads - 1) / kThreads)), kThreads, 0, stream, p,
+                      heads_per_group);
 }
 
 template <typename T, bool kFloat8>
