@@ -12,7 +12,7 @@ DFLASH_REGISTER_KERNEL(skinny_gemm, "skinny_gemm");
 
 namespace {
 
-constexpr int kMaxCluster = 8, kMaxBlocks = 6, kMaxStages = 32, kWarps = 8;
+constexpr int kMaxBlocks = 6, kMaxStages = 32, kWarps = 8;
 constexpr int kMaxDepth = kMaxCluster * kWarps * kMaxBlocks * kTileDepth;
 static_assert(kMaxDepth == 24576, "as dflash_dense.h says");
 
@@ -24,7 +24,7 @@ struct Plan {
 
 int rounded_up(int value, int unit) { return (value + unit - 1) / unit; }
 
-int compiled_blocks(int blocks) { return blocks == 5 ? 6 : blocks; }
+int compiled_blocks(int blocks) { return blocks == 5 ? 6 : blocks == 7 ? 8 : blocks; }
 
 Plan make_plan(const dflash_skinny_params& p, int tiles) {
     const int blocks = p.depth / kTileDepth, token_tiles = rounded_up(p.rows, 8);
@@ -34,7 +34,7 @@ Plan make_plan(const dflash_skinny_params& p, int tiles) {
         plan.cluster = p.cluster;
     } else {
         // x in 64 registers, so that this launch and the next fit side by side.
-        while (plan.cluster < kMaxCluster && per_warp(plan.cluster) * std::max(token_tiles, 2) > 8) plan.cluster *= 2;
+        while (plan.cluster < kMaxCluster && per_warp(plan.cluster) * std::max(token_tiles, 2) > 6) plan.cluster *= 2;
         // Few columns: the depth is what can be shared out.
         while (plan.cluster < kMaxCluster && per_warp(plan.cluster) > 1 &&
                tiles * plan.cluster * 2 <= multiprocessor_count())
@@ -122,6 +122,10 @@ int32_t launch_for_blocks(const dflash_skinny_params& p, const Plan& plan, const
         case 3: return launch<SkinnyShape<T, kTokenTiles, 3>>(p, plan, map, args, stream);
         case 4: return launch<SkinnyShape<T, kTokenTiles, 4>>(p, plan, map, args, stream);
         case 6: return launch<SkinnyShape<T, kTokenTiles, 6>>(p, plan, map, args, stream);
+        case 8:
+            // More tokens would not leave registers for the product.
+            if constexpr (kTokenTiles <= 2) return launch<SkinnyShape<T, kTokenTiles, 8>>(p, plan, map, args, stream);
+            [[fallthrough]];
         default:
             return fail(DFLASH_UNSUPPORTED, "skinny_gemm: a cluster of %d is too small for a depth of %d", plan.cluster,
                         p.depth);
