@@ -34,7 +34,7 @@ Plan make_plan(const dflash_skinny_params& p, int tiles) {
         plan.cluster = p.cluster;
     } else {
         // x in 64 registers, so that this launch and the next fit side by side.
-        while (plan.cluster < kMaxCluster && per_warp(plan.cluster) * std::max(token_tiles, 2) > 6) plan.cluster *= 2;
+        while (plan.cluster < kMaxCluster && per_warp(plan.cluster) * std::max(token_tiles, 2) > 8) plan.cluster *= 2;
         // Few columns: the depth is what can be shared out.
         while (plan.cluster < kMaxCluster && per_warp(plan.cluster) > 1 &&
                tiles * plan.cluster * 2 <= multiprocessor_count())
