@@ -2,6 +2,7 @@
 #include "skinny_gemm.cuh"
 
 #include <algorithm>
+#include <atomic>
 
 #include "dflash_dense.h"
 #include "launch.h"
@@ -12,9 +13,9 @@ DFLASH_REGISTER_KERNEL(skinny_gemm, "skinny_gemm");
 
 namespace {
 
-constexpr int kMaxBlocks = 6, kMaxStages = 32, kWarps = 8;
-constexpr int kMaxDepth = kMaxCluster * kWarps * kMaxBlocks * kTileDepth;
-static_assert(kMaxDepth == 24576, "as dflash_dense.h says");
+constexpr int kWarps = 8;
+constexpr int kMaxDepth = 16384;  // of the largest cluster, with x of 32 rows in registers
+static_assert(kMaxDepth == kMaxCluster * kWarps * 4 * kTileDepth, "as dflash_dense.h says");
 
 struct Plan {
     int cluster, blocks;  // blocks: of 64 columns per warp, one of those that are compiled
@@ -24,21 +25,30 @@ struct Plan {
 
 int rounded_up(int value, int unit) { return (value + unit - 1) / unit; }
 
-int compiled_blocks(int blocks) { return blocks == 5 ? 6 : blocks == 7 ? 8 : blocks; }
+// The smallest compiled number that is enough, or 0.
+int compiled_blocks(int blocks) {
+    for (const int compiled : {1, 2, 3, 4, 6, 8, 12})
+        if (blocks <= compiled) return compiled;
+    return 0;
+}
+
+// Copies in flight per warp: the fewest that were as fast as more on an H200.
+int default_stages(int token_tiles) { return token_tiles == 1 ? 6 : 4; }
+
+// Blocks per warp whose x leaves registers for the product: 8 registers per block and eight tokens.
+int most_blocks(int token_tiles) { return token_tiles == 1 ? 12 : token_tiles == 2 ? 8 : 4; }
 
 Plan make_plan(const dflash_skinny_params& p, int tiles) {
     const int blocks = p.depth / kTileDepth, token_tiles = rounded_up(p.rows, 8);
     auto per_warp = [&](int cluster) { return rounded_up(blocks, cluster * kWarps); };
-    Plan plan{1, 0, p.prefetch > 0 ? p.prefetch - 1 : 0, p.early == 2};
+    Plan plan{1, 0, p.prefetch > 0 ? p.prefetch - 1 : 0, p.early != 1};
     if (p.cluster > 0) {
         plan.cluster = p.cluster;
     } else {
-        // x in 64 registers, so that this launch and the next fit side by side.
-        while (plan.cluster < kMaxCluster && per_warp(plan.cluster) * std::max(token_tiles, 2) > 8) plan.cluster *= 2;
-        // Few columns: the depth is what can be shared out.
-        while (plan.cluster < kMaxCluster && per_warp(plan.cluster) > 1 &&
-               tiles * plan.cluster * 2 <= multiprocessor_count())
-            plan.cluster *= 2;
+        // Large clusters leave multiprocessors out: no larger than x in registers asks for.
+        while (plan.cluster < kMaxCluster && per_warp(plan.cluster) > most_blocks(token_tiles)) plan.cluster *= 2;
+        // Few columns: the depth is what can be shared out. Messages eat what more than two blocks gain.
+        if (plan.cluster == 1 && per_warp(1) > 1 && tiles * 2 <= multiprocessor_count()) plan.cluster = 2;
     }
     plan.blocks = compiled_blocks(per_warp(plan.cluster));
     return plan;
@@ -71,41 +81,68 @@ int32_t describe(const dflash_skinny_params& p, CUtensorMap& map) {
     return DFLASH_OK;
 }
 
-// Stages of the ring: as many as fit, with `resident` blocks on a multiprocessor.
-int stages_that_fit(int fixed_bytes, int stage_bytes, int resident) {
+struct SharedMemory {
+    int most;     // bytes a block can have
+    int alone;    // bytes with which it has a multiprocessor to itself
+};
+
+SharedMemory shared_memory() {
     int device = 0, per_multiprocessor = 0, per_block = 0, reserved = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&per_multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
     cudaDeviceGetAttribute(&per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device);
-    const int bytes = std::min(per_multiprocessor / resident - reserved, per_block);
-    return std::min(kMaxStages, (bytes - fixed_bytes) / stage_bytes);
+    return {per_block, per_multiprocessor / 2 - reserved + 128};
+}
+
+// Clusters that run at once, each block alone on its multiprocessor: fewer than the multiprocessors would make, as a
+// cluster lives inside one GPC. Asked for once per kernel, cluster size and device.
+int clusters_at_once(const void* kernel, cudaLaunchConfig_t config, int cluster, std::atomic<int>* known) {
+    constexpr int kMaxDevices = 64;
+    int device = 0;
+    cudaGetDevice(&device);
+    std::atomic<int>* place = device < kMaxDevices ? known + device * kMaxCluster + cluster - 1 : nullptr;
+    if (place && place->load()) return place->load();
+    int count = multiprocessor_count() / cluster;
+    if (cluster > 1) {
+        cudaLaunchAttribute attribute{};
+        attribute.id = cudaLaunchAttributeClusterDimension;
+        attribute.val.clusterDim = {unsigned(cluster), 1, 1};
+        config.gridDim = dim3(cluster);
+        config.attrs = &attribute;
+        config.numAttrs = 1;
+        if (cudaOccupancyMaxActiveClusters(&count, kernel, &config) != cudaSuccess) count = 0;
+    }
+    if (place) place->store(count);
+    return count;
 }
 
 template <typename Shape>
 int32_t launch(const dflash_skinny_params& p, const Plan& plan, const CUtensorMap& map, SkinnyArgs args,
                cudaStream_t stream) {
     const int fixed = Shape::fixed_bytes(plan.cluster), per_stage = Shape::bytes_per_stage();
-    args.stages = stages_that_fit(fixed, per_stage, p.stages > 0 ? 1 : Shape::kResident);
-    if (p.stages > 0) args.stages = std::min(args.stages, p.stages);
+    const SharedMemory available = shared_memory();
+    args.stages = std::min((available.most - fixed) / per_stage, p.stages > 0 ? p.stages : default_stages(Shape::kTokenTiles));
     if (args.stages < 2)
         return fail(DFLASH_UNSUPPORTED, "skinny_gemm: shared memory for %d stages, 2 are needed", args.stages);
-    const int shared_bytes = fixed + args.stages * per_stage;
     const auto kernel = skinny_gemm_kernel<Shape>;
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    cudaLaunchConfig_t config{};
+    config.blockDim = dim3(Shape::kThreads);
+    // Two blocks of one launch on a multiprocessor would leave another one without work.
+    config.dynamicSmemBytes = std::min(available.most, std::max(available.alone, fixed + args.stages * per_stage));
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(config.dynamicSmemBytes));
 
     // As few clusters as end at the same time as the most there is room for.
-    const int room = std::max(1, multiprocessor_count() / plan.cluster);
+    static std::atomic<int> known[64 * kMaxCluster];
+    const int room = clusters_at_once(reinterpret_cast<const void*>(kernel), config, plan.cluster, known);
+    if (room < 1) return fail(DFLASH_UNSUPPORTED, "skinny_gemm: no room for a cluster of %d blocks", plan.cluster);
     const int clusters = rounded_up(args.tiles, rounded_up(args.tiles, room));
     cudaLaunchAttribute attributes[2] = {};
     attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[0].val.programmaticStreamSerializationAllowed = 1;
     attributes[1].id = cudaLaunchAttributeClusterDimension;
     attributes[1].val.clusterDim = {unsigned(plan.cluster), 1, 1};
-    cudaLaunchConfig_t config{};
     config.gridDim = dim3(clusters * plan.cluster);
-    config.blockDim = dim3(Shape::kThreads);
-    config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
     config.attrs = attributes;
     config.numAttrs = 2;
@@ -121,10 +158,14 @@ int32_t launch_for_blocks(const dflash_skinny_params& p, const Plan& plan, const
         case 2: return launch<SkinnyShape<T, kTokenTiles, 2>>(p, plan, map, args, stream);
         case 3: return launch<SkinnyShape<T, kTokenTiles, 3>>(p, plan, map, args, stream);
         case 4: return launch<SkinnyShape<T, kTokenTiles, 4>>(p, plan, map, args, stream);
-        case 6: return launch<SkinnyShape<T, kTokenTiles, 6>>(p, plan, map, args, stream);
+        case 6:
+            if constexpr (kTokenTiles <= 2) return launch<SkinnyShape<T, kTokenTiles, 6>>(p, plan, map, args, stream);
+            [[fallthrough]];
         case 8:
-            // More tokens would not leave registers for the product.
             if constexpr (kTokenTiles <= 2) return launch<SkinnyShape<T, kTokenTiles, 8>>(p, plan, map, args, stream);
+            [[fallthrough]];
+        case 12:
+            if constexpr (kTokenTiles == 1) return launch<SkinnyShape<T, kTokenTiles, 12>>(p, plan, map, args, stream);
             [[fallthrough]];
         default:
             return fail(DFLASH_UNSUPPORTED, "skinny_gemm: a cluster of %d is too small for a depth of %d", plan.cluster,

@@ -36,8 +36,6 @@ struct SkinnyShape {
     static constexpr int kSums = kTokenTiles * 8 * kTileRows;
     static constexpr int kBuffers = kTokenTiles <= 2 ? 3 : 2;  // of the warps' sums
     static constexpr int kSlots = 2;                            // of the cluster's sums
-    // x takes 8 registers per block and token tile. Where two launches fit, the next one fills its ring beside this one.
-    static constexpr int kResident = kBlocks * kTokenTiles <= 8 ? 2 : 1;
     static constexpr int kAlignment = 1024;  // of the swizzle
     static constexpr int kBarrierBytes = (2 * kBuffers + (1 + kMaxCluster) * kSlots) * 8;
 
@@ -167,7 +165,7 @@ __device__ __forceinline__ void add_earlier(const SkinnyArgs& args, const SumBuf
 }
 
 template <typename Shape>
-__global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
+__global__ void __launch_bounds__(Shape::kThreads, 1)
     skinny_gemm_kernel(const __grid_constant__ CUtensorMap weight, const __grid_constant__ SkinnyArgs args) {
 #if __CUDA_ARCH__ >= 900
     using T = typename Shape::T;
@@ -227,22 +225,44 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
     int buffer = 0, parity = 1;  // a buffer that was never used counts as empty
 #pragma unroll 1
     for (int index = 0; index < tiles; ++index) {
-        float total[kTiles][4] = {};
+        // Two sums per result, and two tiles of the stream at a time: a warp has nothing else to hide latencies with.
+        float even_total[kTiles][4] = {}, total[kTiles][4] = {};
 #pragma unroll
-        for (int b = 0; b < kBlocks; ++b) {
+        for (int b = 0; b < kBlocks; b += 2) {
             if (b >= blocks) break;
-            const uint32_t at = stream.wait() + piece;
+            const bool second = b + 1 < kBlocks && b + 1 < blocks;
+            uint4 low[2][2], high[2][2];
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const uint4 low = load_shared(at ^ half * 16), high = load_shared((at ^ half * 16) + 1024);
-                const uint32_t even[4] = {low.x, high.x, low.y, high.y}, odd[4] = {low.z, high.z, low.w, high.w};
+            for (int i = 0; i < 2; ++i) {
+                if (i == 1 && !second) break;
+                const uint32_t at = stream.wait(i) + piece;
 #pragma unroll
-                for (int t = 0; t < kTiles; ++t) mma_16x8x16<T>(total[t], even, x[b][t][half].x, x[b][t][half].y);
-#pragma unroll
-                for (int t = 0; t < kTiles; ++t) mma_16x8x16<T>(total[t], odd, x[b][t][half].z, x[b][t][half].w);
+                for (int half = 0; half < 2; ++half) {
+                    low[i][half] = load_shared(at ^ half * 16);
+                    high[i][half] = load_shared((at ^ half * 16) + 1024);
+                }
             }
-            stream.release();
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                if (i == 1 && !second) break;
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const uint4 l = low[i][half], h = high[i][half];
+                    const uint32_t even[4] = {l.x, h.x, l.y, h.y}, odd[4] = {l.z, h.z, l.w, h.w};
+#pragma unroll
+                    for (int t = 0; t < kTiles; ++t) {
+                        const uint4& tokens = x[min(b + i, kBlocks - 1)][t][half];
+                        mma_16x8x16<T>(even_total[t], even, tokens.x, tokens.y);
+                        mma_16x8x16<T>(total[t], odd, tokens.z, tokens.w);
+                    }
+                }
+            }
+            stream.release(second ? 2 : 1);
         }
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) total[t][i] += even_total[t][i];
         if (blocks > 0 && stream.left == 0) let_next_launch_start();  // at most a few times; again does nothing
         wait_for_phase(buffers.empty(buffer), parity);
         const uint32_t mine = buffers.part(buffer, warp) + lane * 4;

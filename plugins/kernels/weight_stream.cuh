@@ -47,17 +47,23 @@ struct WeightStream {
         }
     }
 
-    // Address of the oldest tile, once it is there.
-    __device__ __forceinline__ uint32_t wait() const {
-        wait_for_phase(barriers + slot * 8, parity);
-        return ring + slot * kTileBytes;
+    // Address of the oldest tile, or with `behind` 1 of the next, once it is there.
+    __device__ __forceinline__ uint32_t wait(int behind) const {
+        const bool wraps = slot + behind == stages;
+        const int at = wraps ? 0 : slot + behind;
+        wait_for_phase(barriers + at * 8, wraps ? parity ^ 1 : parity);
+        return ring + at * kTileBytes;
     }
 
-    // The oldest tile was read by every lane: its place is filled with the next one.
-    __device__ __forceinline__ void release() {
+    // The oldest `count` tiles were read by every lane: their places are filled with the next ones.
+    __device__ __forceinline__ void release(int count) {
         __syncwarp();
-        ask(slot);
-        if (++slot == stages) slot = 0, parity ^= 1;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            if (i == count) break;
+            ask(slot);
+            if (++slot == stages) slot = 0, parity ^= 1;
+        }
     }
 
   private:

@@ -17,7 +17,7 @@ from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops.plugin_library import load_library
 
 MAX_ROWS = 32
-MAX_DEPTH = 24576
+MAX_DEPTH = 16384
 DEPTH_MULTIPLE = 64
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1}
 
@@ -38,6 +38,7 @@ def takes(x: Tensor, weight: Tensor) -> bool:
         x.dim() == 2
         and x.shape[0] <= MAX_ROWS
         and x.dtype in _DTYPES
+        and weight.dim() == 2
         and weight.dtype == x.dtype
         and weight.is_contiguous()
         and x.shape[1] % DEPTH_MULTIPLE == 0
@@ -47,6 +48,15 @@ def takes(x: Tensor, weight: Tensor) -> bool:
         and x.data_ptr() % 16 == 0
         and weight.data_ptr() % 16 == 0
     )
+
+
+def worthwhile(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernels here are the faster way on an H200 (``benchmarks.kernels_dense``).
+
+    Above 16 rows cuBLAS is: every block of the kernel reads all of x. Above 32768 columns cuBLAS reads at the speed of
+    the memory anyway.
+    """
+    return x.shape[0] <= 16 and weight.shape[0] <= 32768 and takes(x, weight)
 
 
 def skinny_linear(
@@ -60,7 +70,7 @@ def skinny_linear(
     """``x @ weight.T + bias`` of at most 32 rows, float32 accumulation, the same bits in every run.
 
     Args:
-        x: ``[M, K]`` bfloat16 or float16; K a multiple of 64 up to 24576; rows may be a slice of a wider matrix.
+        x: ``[M, K]`` bfloat16 or float16; K a multiple of 64 up to 16384; rows may be a slice of a wider matrix.
         weight: ``[N, K]`` contiguous, dtype of x. bias: ``[N]`` contiguous, dtype of x.
         out: ``[M, N]`` to write into; rows may be a slice of a wider matrix.
         plan: cluster, stages, prefetch and early of ``dflash_skinny_params``; 0 = chosen (tests, tuning).
