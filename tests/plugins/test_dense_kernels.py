@@ -145,8 +145,8 @@ def test_what_does_not_fit_is_refused() -> None:
         skinny_linear(x, torch.zeros(8, 64, dtype=torch.bfloat16, device="cuda"))
     with pytest.raises(EngineError, match="depth 72"):
         skinny_linear(x[:1, :1].expand(1, 72).contiguous(), torch.zeros(8, 72, dtype=torch.bfloat16, device="cuda"))
+    deep = torch.zeros(1, 12288, dtype=torch.bfloat16, device="cuda")
     with pytest.raises(EngineError, match="a cluster of 1 is too small"):
-        deep = torch.zeros(1, 12288, dtype=torch.bfloat16, device="cuda")
         skinny_linear(deep, torch.zeros(8, 12288, dtype=torch.bfloat16, device="cuda"), plan=(1, 0, 0, 0))
     with pytest.raises(EngineError, match="weight"):
         skinny_linear(x[:4], torch.zeros(8, 128, dtype=torch.bfloat16, device="cuda"))

@@ -105,7 +105,9 @@ def _launch(
     plan: tuple[int, int, int, int],
 ) -> Tensor:
     if not x.is_cuda or x.dtype not in _DTYPES or x.dim() != 2 or x.stride(1) != 1:
-        raise EngineError(f"x: got {tuple(x.shape)} {x.dtype} on {x.device}, expected [M, K] bfloat16 or float16 on CUDA")
+        raise EngineError(
+            f"x: got {tuple(x.shape)} {x.dtype} on {x.device}, expected [M, K] bfloat16 or float16 on CUDA"
+        )
     depth = x.shape[1]
     if weight.dim() != 2 or weight.shape[1] != depth or not weight.is_contiguous():
         raise EngineError(f"weight: got {tuple(weight.shape)}, expected contiguous [N, {depth}]")

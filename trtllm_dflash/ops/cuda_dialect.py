@@ -1,7 +1,7 @@
 """The torch dialect with the kernels of ``plugins/``: what a CUDA GPU runs when the plugin library is there.
 
-Dense products of more than a few rows stay with torch (cuBLASLt). Everything here may be captured in a CUDA graph: nothing synchronises, and no
-launch depends on lengths that only the device knows.
+Dense products of more than a few rows stay with torch (cuBLASLt). Everything here may be captured in a CUDA graph:
+nothing synchronises, and no launch depends on lengths that only the device knows.
 """
 
 from __future__ import annotations
