@@ -3,6 +3,7 @@
 
 #include "launch.h"
 #include "mma.cuh"
+#include "overlapped_launch.cuh"
 
 namespace dflash {
 
@@ -57,6 +58,8 @@ struct Residual {
 template <typename T, bool kFloat32, int kChunks>
 __global__ void __launch_bounds__(1024)
     add_rms_norm_kernel(const T* x, char* residual, const T* weight, T* out, int width, float eps) {
+    let_next_launch_start();
+    wait_for_previous_launch();
     __shared__ float warp_sums[32];
     const int64_t first = static_cast<int64_t>(blockIdx.x) * width;
     char* residual_row = residual + first * (kFloat32 ? 4 : static_cast<int>(sizeof(T)));
@@ -104,12 +107,14 @@ void launch_norm(const void* x, void* residual, const void* weight, void* out, i
     auto kernel = per_thread == 1   ? add_rms_norm_kernel<T, kFloat32, 1>
                   : per_thread == 2 ? add_rms_norm_kernel<T, kFloat32, 2>
                                     : add_rms_norm_kernel<T, kFloat32, 4>;
-    kernel<<<rows, threads, 0, stream>>>(static_cast<const T*>(x), static_cast<char*>(residual),
-                                         static_cast<const T*>(weight), static_cast<T*>(out), width, eps);
+    launch_overlapped(kernel, dim3(rows), threads, 0, stream, static_cast<const T*>(x), static_cast<char*>(residual),
+                      static_cast<const T*>(weight), static_cast<T*>(out), width, eps);
 }
 
 template <typename T>
 __global__ void __launch_bounds__(256) swiglu_kernel(const T* gate_up, T* out, int rows, int chunks) {
+    let_next_launch_start();
+    wait_for_previous_launch();
     const int64_t item = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
     const int64_t row = item / chunks;
     const int chunk = static_cast<int>(item % chunks);
@@ -164,10 +169,10 @@ int32_t dflash_swiglu(int32_t dtype, const void* gate_up, void* out, int32_t row
     const unsigned blocks = static_cast<unsigned>((static_cast<int64_t>(rows) * chunks + 255) / 256);
     const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
     if (dtype == DFLASH_BFLOAT16)
-        swiglu_kernel<<<blocks, 256, 0, cuda_stream>>>(static_cast<const __nv_bfloat16*>(gate_up),
-                                                       static_cast<__nv_bfloat16*>(out), rows, chunks);
+        launch_overlapped(swiglu_kernel<__nv_bfloat16>, dim3(blocks), 256, 0, cuda_stream,
+                          static_cast<const __nv_bfloat16*>(gate_up), static_cast<__nv_bfloat16*>(out), rows, chunks);
     else
-        swiglu_kernel<<<blocks, 256, 0, cuda_stream>>>(static_cast<const __half*>(gate_up), static_cast<__half*>(out),
-                                                       rows, chunks);
+        launch_overlapped(swiglu_kernel<__half>, dim3(blocks), 256, 0, cuda_stream,
+                          static_cast<const __half*>(gate_up), static_cast<__half*>(out), rows, chunks);
     return check_launch("swiglu");
 }

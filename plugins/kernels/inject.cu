@@ -1,6 +1,7 @@
 // KV injection: K norm + RoPE + paged write of K and V for all drafter layers in one launch.
 #include "head_row.cuh"
 #include "launch.h"
+#include "overlapped_launch.cuh"
 
 namespace dflash {
 
@@ -14,6 +15,8 @@ constexpr int kThreads = 256;
 // layer's K and V are loaded before the current one is worked on, to keep enough reads in flight.
 template <typename T, bool kFloat8, int kLanes>
 __global__ void __launch_bounds__(kThreads) inject_kernel(const __grid_constant__ dflash_inject_params p) {
+    let_next_launch_start();
+    wait_for_previous_launch();
     using Row = HeadRow<T, kLanes>;
     const int64_t item = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kLanes;
     const int token = static_cast<int>(item / p.num_kv_heads), head = static_cast<int>(item % p.num_kv_heads);
@@ -54,8 +57,8 @@ __global__ void __launch_bounds__(kThreads) inject_kernel(const __grid_constant_
 template <typename T, bool kFloat8, int kLanes>
 void launch_inject(const dflash_inject_params& p, cudaStream_t stream) {
     const int64_t threads = static_cast<int64_t>(p.rows) * p.num_kv_heads * kLanes;
-    inject_kernel<T, kFloat8, kLanes>
-        <<<static_cast<unsigned>((threads + kThreads - 1) / kThreads), kThreads, 0, stream>>>(p);
+    launch_overlapped(inject_kernel<T, kFloat8, kLanes>,
+                      dim3(static_cast<unsigned>((threads + kThreads - 1) / kThreads)), kThreads, 0, stream, p);
 }
 
 template <typename T, bool kFloat8>

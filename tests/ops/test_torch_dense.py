@@ -64,6 +64,14 @@ def test_swiglu_takes_the_gate_first() -> None:
     assert OPS.swiglu(x)[0].tolist() == pytest.approx(expected)
 
 
+def test_gated_is_swiglu_of_the_projection() -> None:
+    generator = torch.Generator().manual_seed(3)
+    x, weight = torch.randn(4, 24, generator=generator), torch.randn(32, 24, generator=generator)
+    gate, up = (x.double() @ weight.double().T).chunk(2, dim=-1)
+    found = OPS.gated(x, Linear(weight, None))
+    torch.testing.assert_close(found.double(), gate * torch.sigmoid(gate) * up, atol=1e-4, rtol=0)
+
+
 def test_softcap() -> None:
     x = torch.tensor([0.0, 5.0, -100.0])
     assert OPS.softcap(x, 20.0).tolist() == pytest.approx([0.0, math.tanh(0.25) * 20, math.tanh(-5.0) * 20])

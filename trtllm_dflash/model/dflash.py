@@ -169,7 +169,7 @@ def _drafter_layer(
         return ops.linear(ops.merge_heads(mixed), attention.dense)
 
     def feed_forward(x: T) -> T:
-        return ops.linear(ops.swiglu(ops.linear(x, layer.mlp.gate_up)), layer.mlp.down)
+        return ops.linear(ops.gated(x, layer.mlp.gate_up), layer.mlp.down)
 
     hidden, normed = _sublayer(ops, layer.attention_conv, hidden, normed, attend, layer.post_norm, eps, block_size)
     return _sublayer(ops, layer.mlp_conv, hidden, normed, feed_forward, next_norm, eps, block_size)

@@ -60,7 +60,7 @@ def target_network(
         mixed = ops.paged_attention(plan, q, cache, scale=config.head_dim**-0.5, window=config.sliding_windows[index])
         projected = ops.linear(ops.merge_heads(mixed), attention.dense)
         hidden, normed = ops.add_rms_norm(hidden, projected, layer.post_norm, eps)
-        fed = ops.linear(ops.swiglu(ops.linear(normed, layer.mlp.gate_up)), layer.mlp.down)
+        fed = ops.linear(ops.gated(normed, layer.mlp.gate_up), layer.mlp.down)
         hidden, normed = ops.add_rms_norm(hidden, fed, next_norm, eps)
         if index in capture_layers:
             captured[index] = ops.snapshot(hidden)

@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
-from trtllm_dflash.ops.interface import CacheLayer, HeadLayout, Ops
+from trtllm_dflash.ops.interface import CacheLayer, HeadLayout, Linear, Ops
 
 T = TypeVar("T")
 
 
 class ComposedOps(Generic[T]):
     """The fused part of :class:`trtllm_dflash.ops.interface.Ops`; mixed into a dialect that has the primitive part."""
+
+    def gated(self: Ops[T], x: T, projection: Linear[T]) -> T:
+        return self.swiglu(self.linear(x, projection))
 
     def add_rms_norm(self: Ops[T], x: T, y: T, weight: T, eps: float) -> tuple[T, T]:
         total = self.add(x, y)

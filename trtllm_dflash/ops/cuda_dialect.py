@@ -1,7 +1,7 @@
 """The torch dialect with the kernels of ``plugins/``: what a CUDA GPU runs when the plugin library is there.
 
-Dense products stay with torch (cuBLASLt). Everything here may be captured in a CUDA graph: nothing synchronises, and no
-launch depends on lengths that only the device knows.
+Dense products of more than a few rows stay with torch (cuBLASLt). Everything here may be captured in a CUDA graph:
+nothing synchronises, and no launch depends on lengths that only the device knows.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from trtllm_dflash.config.drafter import DrafterConfig
 from trtllm_dflash.config.target import TargetConfig
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops import cuda_attention as kernels
+from trtllm_dflash.ops import cuda_dense as dense
 from trtllm_dflash.ops import cuda_select as select
-from trtllm_dflash.ops.interface import CacheLayer, HeadLayout
+from trtllm_dflash.ops.interface import CacheLayer, HeadLayout, Linear
 from trtllm_dflash.ops.plugin_library import find_library, load_library
 from trtllm_dflash.ops.torch_dialect import TorchOps
 
@@ -100,6 +101,18 @@ class CudaOps(TorchOps):
     def embedding(self, table: Tensor, ids: Tensor) -> Tensor:
         # Indexing gathers whole rows in wide loads; F.embedding's kernel takes four times as long for a few rows.
         return table[ids]
+
+    def linear(self, x: Tensor, projection: Linear[Tensor]) -> Tensor:
+        weight = projection.weight
+        if isinstance(weight, Tensor) and dense.worthwhile(x, weight):
+            return dense.skinny_linear(x, weight, projection.bias)
+        return super().linear(x, projection)
+
+    def gated(self, x: Tensor, projection: Linear[Tensor]) -> Tensor:
+        weight = projection.weight
+        if projection.bias is None and isinstance(weight, Tensor) and dense.worthwhile(x, weight):
+            return dense.skinny_gate_up(x, weight)
+        return self.swiglu(self.linear(x, projection))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dim() != 2 or not x.is_contiguous() or x.dtype not in (weight.dtype, torch.float32):

@@ -220,6 +220,9 @@ class Ops(Protocol[T]):
         """``ids + offsets[ids]``: draft vocabulary → target vocabulary (Speculators ``d2t``)."""
 
     # Fused places; ``ops.composed.ComposedOps`` defines each from the operations above
+    def gated(self, x: T, projection: Linear[T]) -> T:
+        """:meth:`swiglu` of :meth:`linear`: ``x [N, in]`` and ``[2 I, in]`` (gate rows first) → ``[N, I]``."""
+
     def add_rms_norm(self, x: T, y: T, weight: T, eps: float) -> tuple[T, T]:
         """``x + y`` (dtype of x) and its RMSNorm (dtype of the weight). x may be overwritten with the sum."""
 

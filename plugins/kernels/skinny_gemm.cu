@@ -1,0 +1,235 @@
+// Dense products of a few rows: how a shape is spread over the multiprocessors, and the launch.
+#include "skinny_gemm.cuh"
+
+#include <algorithm>
+#include <atomic>
+
+#include "dflash_dense.h"
+#include "launch.h"
+
+namespace dflash {
+
+DFLASH_REGISTER_KERNEL(skinny_gemm, "skinny_gemm");
+
+namespace {
+
+constexpr int kWarps = 8;
+constexpr int kMaxDepth = 16384;  // of the largest cluster, with x of 32 rows in registers
+static_assert(kMaxDepth == kMaxCluster * kWarps * 4 * kTileDepth, "as dflash_dense.h says");
+
+struct Plan {
+    int cluster, blocks;  // blocks: of 64 columns per warp, one of those that are compiled
+    int prefetch;
+    bool start_next_at_once;
+};
+
+int rounded_up(int value, int unit) { return (value + unit - 1) / unit; }
+
+// The smallest compiled number that is enough, or 0.
+int compiled_blocks(int blocks) {
+    for (const int compiled : {1, 2, 3, 4, 6, 8, 12})
+        if (blocks <= compiled) return compiled;
+    return 0;
+}
+
+// Copies in flight per warp: the fewest that were as fast as more on an H200.
+int default_stages(int token_tiles) { return token_tiles == 1 ? 6 : 4; }
+
+// Blocks per warp whose x leaves registers for the product: 8 registers per block and eight tokens.
+int most_blocks(int token_tiles) { return token_tiles == 1 ? 12 : token_tiles == 2 ? 8 : 4; }
+
+Plan make_plan(const dflash_skinny_params& p, int tiles) {
+    const int blocks = p.depth / kTileDepth, token_tiles = rounded_up(p.rows, 8);
+    auto per_warp = [&](int cluster) { return rounded_up(blocks, cluster * kWarps); };
+    Plan plan{1, 0, p.prefetch > 0 ? p.prefetch - 1 : 0, p.early != 1};
+    if (p.cluster > 0) {
+        plan.cluster = p.cluster;
+    } else {
+        // Large clusters leave multiprocessors out: no larger than x in registers asks for.
+        while (plan.cluster < kMaxCluster && per_warp(plan.cluster) > most_blocks(token_tiles)) plan.cluster *= 2;
+        // Few columns: the depth is what can be shared out. Messages eat what more than two blocks gain.
+        if (plan.cluster == 1 && per_warp(1) > 1 && tiles * 2 <= multiprocessor_count()) plan.cluster = 2;
+    }
+    plan.blocks = compiled_blocks(per_warp(plan.cluster));
+    return plan;
+}
+
+// Describes the weight as [groups][columns][depth]; a tile is 64 columns of depth and 16 rows, half of them of each
+// group where there are two.
+int32_t describe(const dflash_skinny_params& p, CUtensorMap& map) {
+    static const auto encode = [] {
+        void* function = nullptr;
+        cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+        return found == cudaDriverEntryPointSuccess ? reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function)
+                                                    : nullptr;
+    }();
+    if (!encode)
+        return fail(DFLASH_UNSUPPORTED, "skinny_gemm: the driver has no cuTensorMapEncodeTiled, expected CUDA 12");
+    const cuuint64_t row_bytes = cuuint64_t(p.depth) * 2;
+    const cuuint32_t groups = p.gated ? 2 : 1;
+    const cuuint64_t sizes[] = {cuuint64_t(p.depth), cuuint64_t(p.columns), groups};
+    const cuuint64_t strides[] = {row_bytes, row_bytes * p.columns};
+    const cuuint32_t box[] = {kTileDepth, kTileRows / groups, groups}, steps[] = {1, 1, 1};
+    const auto type = p.dtype == DFLASH_FLOAT16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    const CUresult status =
+        encode(&map, type, 3, const_cast<void*>(p.weight), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+               CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (status != CUDA_SUCCESS)
+        return fail(DFLASH_CUDA_ERROR, "skinny_gemm: the driver refused to describe the weight (CUresult %d)",
+                    int(status));
+    return DFLASH_OK;
+}
+
+struct SharedMemory {
+    int most;     // bytes a block can have
+    int alone;    // bytes with which it has a multiprocessor to itself
+};
+
+SharedMemory shared_memory() {
+    int device = 0, per_multiprocessor = 0, per_block = 0, reserved = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&per_multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+    cudaDeviceGetAttribute(&per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device);
+    return {per_block, per_multiprocessor / 2 - reserved + 128};
+}
+
+// Clusters that run at once, each block alone on its multiprocessor: fewer than the multiprocessors would make, as a
+// cluster lives inside one GPC. Asked for once per kernel, cluster size and device.
+int clusters_at_once(const void* kernel, cudaLaunchConfig_t config, int cluster, std::atomic<int>* known) {
+    constexpr int kMaxDevices = 64;
+    int device = 0;
+    cudaGetDevice(&device);
+    std::atomic<int>* place = device < kMaxDevices ? known + device * kMaxCluster + cluster - 1 : nullptr;
+    if (place && place->load()) return place->load();
+    int count = multiprocessor_count() / cluster;
+    if (cluster > 1) {
+        cudaLaunchAttribute attribute{};
+        attribute.id = cudaLaunchAttributeClusterDimension;
+        attribute.val.clusterDim = {unsigned(cluster), 1, 1};
+        config.gridDim = dim3(cluster);
+        config.attrs = &attribute;
+        config.numAttrs = 1;
+        if (cudaOccupancyMaxActiveClusters(&count, kernel, &config) != cudaSuccess) count = 0;
+    }
+    if (place) place->store(count);
+    return count;
+}
+
+template <typename Shape>
+int32_t launch(const dflash_skinny_params& p, const Plan& plan, const CUtensorMap& map, SkinnyArgs args,
+               cudaStream_t stream) {
+    const int fixed = Shape::fixed_bytes(plan.cluster), per_stage = Shape::bytes_per_stage();
+    const SharedMemory available = shared_memory();
+    args.stages = std::min((available.most - fixed) / per_stage, p.stages > 0 ? p.stages : default_stages(Shape::kTokenTiles));
+    if (args.stages < 2)
+        return fail(DFLASH_UNSUPPORTED, "skinny_gemm: shared memory for %d stages, 2 are needed", args.stages);
+    const auto kernel = skinny_gemm_kernel<Shape>;
+    cudaLaunchConfig_t config{};
+    config.blockDim = dim3(Shape::kThreads);
+    // Two blocks of one launch on a multiprocessor would leave another one without work.
+    config.dynamicSmemBytes = std::min(available.most, std::max(available.alone, fixed + args.stages * per_stage));
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(config.dynamicSmemBytes));
+
+    // As few clusters as end at the same time as the most there is room for.
+    static std::atomic<int> known[64 * kMaxCluster];
+    const int room = clusters_at_once(reinterpret_cast<const void*>(kernel), config, plan.cluster, known);
+    if (room < 1) return fail(DFLASH_UNSUPPORTED, "skinny_gemm: no room for a cluster of %d blocks", plan.cluster);
+    const int clusters = rounded_up(args.tiles, rounded_up(args.tiles, room));
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim = {unsigned(plan.cluster), 1, 1};
+    config.gridDim = dim3(clusters * plan.cluster);
+    config.stream = stream;
+    config.attrs = attributes;
+    config.numAttrs = 2;
+    cudaLaunchKernelEx(&config, kernel, map, args);
+    return check_launch("skinny_gemm");
+}
+
+template <typename T, int kTokenTiles>
+int32_t launch_for_blocks(const dflash_skinny_params& p, const Plan& plan, const CUtensorMap& map,
+                          const SkinnyArgs& args, cudaStream_t stream) {
+    switch (plan.blocks) {
+        case 1: return launch<SkinnyShape<T, kTokenTiles, 1>>(p, plan, map, args, stream);
+        case 2: return launch<SkinnyShape<T, kTokenTiles, 2>>(p, plan, map, args, stream);
+        case 3: return launch<SkinnyShape<T, kTokenTiles, 3>>(p, plan, map, args, stream);
+        case 4: return launch<SkinnyShape<T, kTokenTiles, 4>>(p, plan, map, args, stream);
+        case 6:
+            if constexpr (kTokenTiles <= 2) return launch<SkinnyShape<T, kTokenTiles, 6>>(p, plan, map, args, stream);
+            [[fallthrough]];
+        case 8:
+            if constexpr (kTokenTiles <= 2) return launch<SkinnyShape<T, kTokenTiles, 8>>(p, plan, map, args, stream);
+            [[fallthrough]];
+        case 12:
+            if constexpr (kTokenTiles == 1) return launch<SkinnyShape<T, kTokenTiles, 12>>(p, plan, map, args, stream);
+            [[fallthrough]];
+        default:
+            return fail(DFLASH_UNSUPPORTED, "skinny_gemm: a cluster of %d is too small for a depth of %d", plan.cluster,
+                        p.depth);
+    }
+}
+
+template <typename T>
+int32_t launch_for_tokens(const dflash_skinny_params& p, const Plan& plan, const CUtensorMap& map,
+                          const SkinnyArgs& args, cudaStream_t stream) {
+    if (p.rows <= 8) return launch_for_blocks<T, 1>(p, plan, map, args, stream);
+    if (p.rows <= 16) return launch_for_blocks<T, 2>(p, plan, map, args, stream);
+    return launch_for_blocks<T, 4>(p, plan, map, args, stream);
+}
+
+bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+int32_t check(const dflash_skinny_params& p) {
+    if (p.struct_size != sizeof(p))
+        return fail(DFLASH_INVALID_ARGUMENT, "skinny_gemm: struct_size %u, expected %zu", p.struct_size, sizeof(p));
+    if (p.dtype != DFLASH_BFLOAT16 && p.dtype != DFLASH_FLOAT16)
+        return fail(DFLASH_UNSUPPORTED, "skinny_gemm: dtype %d, expected bfloat16 (0) or float16 (1)", p.dtype);
+    if (p.rows < 0 || p.rows > DFLASH_MAX_SKINNY_ROWS)
+        return fail(DFLASH_UNSUPPORTED, "skinny_gemm: %d rows, expected 0..%d", p.rows, DFLASH_MAX_SKINNY_ROWS);
+    if (p.columns < 1 || p.depth < kTileDepth || p.depth % kTileDepth || p.depth > kMaxDepth)
+        return fail(DFLASH_UNSUPPORTED, "skinny_gemm: columns %d, depth %d, expected a multiple of %d up to %d",
+                    p.columns, p.depth, kTileDepth, kMaxDepth);
+    if (!aligned(p.x) || !aligned(p.weight) || p.x_stride % 8)
+        return fail(DFLASH_INVALID_ARGUMENT,
+                    "skinny_gemm: x and weight must be 16-byte aligned and x_stride (%lld) a multiple of 8",
+                    static_cast<long long>(p.x_stride));
+    if (p.rows > 0 && (!p.x || !p.weight || !p.out))
+        return fail(DFLASH_INVALID_ARGUMENT, "skinny_gemm: a tensor is missing");
+    if (p.gated && p.bias) return fail(DFLASH_UNSUPPORTED, "skinny_gemm: a gated product has no bias");
+    if (p.cluster != 0 && p.cluster != 1 && p.cluster != 2 && p.cluster != 4 && p.cluster != 8)
+        return fail(DFLASH_INVALID_ARGUMENT, "skinny_gemm: cluster %d, expected 0, 1, 2, 4 or 8", p.cluster);
+    return DFLASH_OK;
+}
+
+}  // namespace
+}  // namespace dflash
+
+int32_t dflash_skinny_gemm(const dflash_skinny_params* params, dflash_stream stream) {
+    using namespace dflash;
+    const dflash_skinny_params& p = *params;
+    if (int32_t status = check(p)) return status;
+    if (p.rows == 0) return DFLASH_OK;
+    CUtensorMap map;
+    if (int32_t status = describe(p, map)) return status;
+    SkinnyArgs args{};
+    args.x = p.x;
+    args.bias = p.bias;
+    args.out = p.out;
+    args.x_stride = p.x_stride;
+    args.out_stride = p.out_stride;
+    args.tokens = p.rows;
+    args.columns = p.columns;
+    args.blocks = p.depth / kTileDepth;
+    args.tiles = rounded_up(p.columns, p.gated ? kTileRows / 2 : kTileRows);
+    args.gated = p.gated != 0;
+    const Plan plan = make_plan(p, args.tiles);
+    args.prefetch = plan.prefetch;
+    args.start_next_at_once = plan.start_next_at_once;
+    const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
+    return p.dtype == DFLASH_BFLOAT16 ? launch_for_tokens<__nv_bfloat16>(p, plan, map, args, cuda_stream)
+                                      : launch_for_tokens<__half>(p, plan, map, args, cuda_stream);
+}

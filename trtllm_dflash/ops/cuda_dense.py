@@ -1,0 +1,145 @@
+"""Dense products of a few rows on torch CUDA tensors: the weight is read once, at the speed of the memory.
+
+Thin ctypes bindings of ``plugins/include/dflash_dense.h``: they check what the kernel cannot check (devices, dtypes,
+shapes, contiguity) and launch on the current stream. Nothing here synchronises; everything may run under CUDA graph
+capture. A launch overlaps the one in front of it and reads its weight at once: a weight must not be the result of the
+launch in front.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from trtllm_dflash.errors import EngineError
+from trtllm_dflash.ops.plugin_library import load_library
+
+MAX_ROWS = 32
+MAX_DEPTH = 16384
+DEPTH_MULTIPLE = 64
+_DTYPES = {torch.bfloat16: 0, torch.float16: 1}
+
+
+class _SkinnyParams(ctypes.Structure):
+    _fields_ = (
+        ("struct_size", ctypes.c_uint32),
+        *((name, ctypes.c_int32) for name in ("dtype", "rows", "columns", "depth", "gated")),
+        *((name, ctypes.c_int32) for name in ("cluster", "stages", "prefetch", "early")),
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "out")),
+        *((name, ctypes.c_int64) for name in ("x_stride", "out_stride")),
+    )
+
+
+def takes(x: Tensor, weight: Tensor) -> bool:
+    """Whether :func:`skinny_linear` and :func:`skinny_gate_up` take this product."""
+    return (
+        x.dim() == 2
+        and x.shape[0] <= MAX_ROWS
+        and x.dtype in _DTYPES
+        and weight.dim() == 2
+        and weight.dtype == x.dtype
+        and weight.is_contiguous()
+        and x.shape[1] % DEPTH_MULTIPLE == 0
+        and x.shape[1] <= MAX_DEPTH
+        and x.stride(1) == 1
+        and x.stride(0) % 8 == 0
+        and x.data_ptr() % 16 == 0
+        and weight.data_ptr() % 16 == 0
+    )
+
+
+def worthwhile(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernels here are the faster way on an H200 (``benchmarks.kernels_dense``).
+
+    Above 16 rows cuBLAS is: every block of the kernel reads all of x. Above 32768 columns cuBLAS reads at the speed of
+    the memory anyway.
+    """
+    return x.shape[0] <= 16 and weight.shape[0] <= 32768 and takes(x, weight)
+
+
+def skinny_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    plan: tuple[int, int, int, int] = (0, 0, 0, 0),
+) -> Tensor:
+    """``x @ weight.T + bias`` of at most 32 rows, float32 accumulation, the same bits in every run.
+
+    Args:
+        x: ``[M, K]`` bfloat16 or float16; K a multiple of 64 up to 16384; rows may be a slice of a wider matrix.
+        weight: ``[N, K]`` contiguous, dtype of x. bias: ``[N]`` contiguous, dtype of x.
+        out: ``[M, N]`` to write into; rows may be a slice of a wider matrix.
+        plan: cluster, stages, prefetch and early of ``dflash_skinny_params``; 0 = chosen (tests, tuning).
+
+    Raises:
+        EngineError: tensors that do not fit each other, or a shape no kernel was compiled for.
+    """
+    return _launch(x, weight, bias, out, weight.shape[0], gated=False, plan=plan)
+
+
+def skinny_gate_up(
+    x: Tensor, weight: Tensor, *, out: Tensor | None = None, plan: tuple[int, int, int, int] = (0, 0, 0, 0)
+) -> Tensor:
+    """``silu(x @ gate.T) * (x @ up.T)`` with ``weight [2 * I, K]`` = gate rows, then up rows → ``[M, I]``.
+
+    Gate and up are rounded to the dtype of x before they meet, as ``swiglu`` of a stored product sees them. Arguments
+    and errors otherwise as :func:`skinny_linear`.
+    """
+    if weight.shape[0] % 2:
+        raise EngineError(f"weight: got {tuple(weight.shape)}, expected an even number of rows (gate, then up)")
+    return _launch(x, weight, None, out, weight.shape[0] // 2, gated=True, plan=plan)
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor | None,
+    columns: int,
+    *,
+    gated: bool,
+    plan: tuple[int, int, int, int],
+) -> Tensor:
+    if not x.is_cuda or x.dtype not in _DTYPES or x.dim() != 2 or x.stride(1) != 1:
+        raise EngineError(
+            f"x: got {tuple(x.shape)} {x.dtype} on {x.device}, expected [M, K] bfloat16 or float16 on CUDA"
+        )
+    depth = x.shape[1]
+    if weight.dim() != 2 or weight.shape[1] != depth or not weight.is_contiguous():
+        raise EngineError(f"weight: got {tuple(weight.shape)}, expected contiguous [N, {depth}]")
+    if out is None:
+        out = torch.empty(x.shape[0], columns, dtype=x.dtype, device=x.device)
+    elif out.shape != (x.shape[0], columns) or out.stride(1) != 1:
+        raise EngineError(f"out: got {tuple(out.shape)}, expected [{x.shape[0]}, {columns}] with dense rows")
+    if bias is not None and (bias.shape != (columns,) or not bias.is_contiguous()):
+        raise EngineError(f"bias: got {tuple(bias.shape)}, expected contiguous [{columns}]")
+    for name, tensor in (("weight", weight), ("bias", bias), ("out", out)):
+        if tensor is not None and (tensor.dtype != x.dtype or tensor.device != x.device):
+            raise EngineError(f"{name}: got {tensor.dtype} on {tensor.device}, expected {x.dtype} on {x.device}")
+    cluster, stages, prefetch, early = plan
+    params = _SkinnyParams(
+        struct_size=ctypes.sizeof(_SkinnyParams),
+        dtype=_DTYPES[x.dtype],
+        rows=x.shape[0],
+        columns=columns,
+        depth=depth,
+        gated=gated,
+        cluster=cluster,
+        stages=stages,
+        prefetch=prefetch,
+        early=early,
+        x=x.data_ptr(),
+        weight=weight.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        out=out.data_ptr(),
+        x_stride=x.stride(0),
+        out_stride=out.stride(0),
+    )
+    with torch.cuda.device(x.device):
+        launch = load_library().function("dflash_skinny_gemm", (ctypes.c_void_p, ctypes.c_void_p))
+        launch(ctypes.byref(params), torch.cuda.current_stream().cuda_stream)
+    return out
