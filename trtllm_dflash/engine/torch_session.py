@@ -88,6 +88,9 @@ class TorchSession:
             if drafter_config is not None and drafter is not None:
                 self._drafter = drafter_weights(drafter_config, drafter)
                 self._drafter_rope = cos_sin_table(drafter_config.rope, positions).to(device)
+        if device.type == "cuda":
+            # Pieces that were stacked into one matrix are free now, and the memory plan counts on it.
+            torch.cuda.empty_cache()
         self._target_caches: Sequence[CacheLayer[Tensor]] = ()
         self._drafter_caches: Sequence[CacheLayer[Tensor]] = ()
 

@@ -46,6 +46,7 @@ class PluginLibrary:
     """A loaded library. Functions that return a status raise :class:`EngineError` with the library's own words."""
 
     def __init__(self, path: Path) -> None:
+        self._functions: dict[str, Callable[..., None]] = {}
         try:
             self.handle = ctypes.CDLL(str(path))
         except OSError as error:
@@ -79,6 +80,10 @@ class PluginLibrary:
 
     def function(self, name: str, argument_types: Sequence[Any]) -> Callable[..., None]:
         """The status-returning function ``name``; calling it raises :class:`EngineError` unless the status is 0."""
+        known = self._functions.get(name)
+        if known is not None:
+            # A pass makes hundreds of launches; looking each up again took longer than launching it.
+            return known
         try:
             entry = getattr(self.handle, name)
         except AttributeError as error:
@@ -91,6 +96,7 @@ class PluginLibrary:
             if status != 0:
                 raise EngineError(f"{name}: {self.last_error() or f'status {status}'}")
 
+        self._functions[name] = call
         return call
 
 
