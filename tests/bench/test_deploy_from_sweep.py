@@ -42,21 +42,49 @@ def test_deploy_takes_the_engine_of_the_sweep(
     assert ended.value.code == 0
     assert Path(json.loads(printed.out)["engines"]) == engines.resolve()
     assert "DFlash 2 at concurrency 4" in printed.err
-    assert "build with --max-batch-size 4" in printed.err
 
 
-def test_another_block_size_needs_another_build(tiny_engines: Callable[..., Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        choice_of_sweep(_choice(tiny_engines("llama-v2"), tmp_path, block_size=2))
-    assert caught.value.hint is not None
-    assert "--block-size 2 --max-batch-size 4" in caught.value.hint
+def test_the_chosen_settings_reach_the_engine_process(tiny_engines: Callable[..., Path], tmp_path: Path) -> None:
+    folder = _choice(tiny_engines("llama-v2"), tmp_path, block_size=2, max_concurrency=3)
+    choice = choice_of_sweep(folder)
+    assert (choice.speculation, choice.block_size, choice.max_running) == ("on", 2, 3)
+    with pytest.raises(SystemExit) as ended:
+        main(["deploy", "--from-sweep", str(folder), "-o", str(tmp_path / "models")])
+    assert ended.value.code == 0
+    config = (tmp_path / "models" / "dflash" / "config.pbtxt").read_text()
+    for word in ("--speculation", "--block-size", "--max-running"):
+        assert word in config
 
 
-def test_plain_decoding_of_an_engine_with_a_drafter_is_not_deployed_silently(
+def test_plain_decoding_of_an_engine_with_a_drafter_switches_speculation_off(
     tiny_engines: Callable[..., Path], tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="chose 'plain' with 1"):
-        choice_of_sweep(_choice(tiny_engines("llama-v2"), tmp_path, block_size=1, config="plain"))
+    choice = choice_of_sweep(_choice(tiny_engines("llama-v2"), tmp_path, block_size=1, config="plain"))
+    assert (choice.speculation, choice.block_size) == ("off", None)
+
+
+def test_larger_blocks_than_built_need_another_build(tiny_engines: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="was built for blocks of") as caught:
+        choice_of_sweep(_choice(tiny_engines("llama-v2"), tmp_path, block_size=31))
+    assert caught.value.hint is not None
+    assert "--block-size 31 --max-batch-size 4" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [(["--block-size", "99"], "block size is 99, expected 1 to"), (["--max-running", "0"], "max running is 0")],
+)
+def test_settings_beyond_the_engine_are_refused(
+    tiny_engines: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    words: str,
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["deploy", "-e", str(tiny_engines("llama-v2")), "-o", str(tmp_path / "models"), *options])
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
 
 
 def test_an_engine_that_moved_is_named(tiny_engines: Callable[..., Path], tmp_path: Path) -> None:

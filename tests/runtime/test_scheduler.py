@@ -24,6 +24,16 @@ def emit(request: Request, count: int) -> None:
     request.output.extend(range(1000, 1000 + count))
 
 
+def test_no_more_run_together_than_the_operator_allows() -> None:
+    scheduler, clock = make_scheduler(slots=4, limits=AdmissionLimits(max_running=2)), Clock()
+    requests = [make_request(clock, 5) for _ in range(3)]
+    for request in requests:
+        scheduler.enqueue(request)
+    assert admit(scheduler) == [request.spec.request_id for request in requests[:2]]
+    scheduler.retire(requests[0], 0)
+    assert admit(scheduler) == [requests[2].spec.request_id]
+
+
 def test_admission_is_in_order_of_arrival_and_stops_at_the_first_that_does_not_fit() -> None:
     """A small request behind a large one does not overtake it, or the large one might never run."""
     scheduler = make_scheduler(slots=4, num_pages=10)

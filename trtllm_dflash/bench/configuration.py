@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from trtllm_dflash.bench.endpoints import Endpoint, InProcess
 from trtllm_dflash.bench.served import Api, ServedModel, find_served_model, open_endpoint
 from trtllm_dflash.bench.workload import Workload, encode_within
+from trtllm_dflash.config.sampling import SpeculationMode
 from trtllm_dflash.engine.directory import open_engine_directory
 from trtllm_dflash.errors import ConfigError
 
 if TYPE_CHECKING:
-    from trtllm_dflash.runtime.llm import LLM, SpeculationMode
+    from trtllm_dflash.runtime.llm import LLM
 
 MAX_VOCABULARY = 1 << 31
 LoadGenerator = Literal["builtin", "aiperf"]

@@ -96,7 +96,7 @@ def deployment_of(
         "target": best["target"],
         "config": chosen.label,
         "engines": str(chosen.engines),
-        "speculation": facts["speculation"],
+        "speculation": "auto" if chosen.speculation == "auto" else facts["speculation"],
         "block_size": facts["block_size"],
         "max_concurrency": best["concurrency"],
         "kv_cache_tokens": chosen.kv_cache_tokens,

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import click
 
+from trtllm_dflash.cli.speculation_option import speculation_option
+from trtllm_dflash.config.sampling import SpeculationMode
+
 
 @click.command()
 @click.option(
@@ -26,6 +29,9 @@ import click
 @click.option(
     "--prefix-cache/--no-prefix-cache", default=True, show_default=True, help="Compute prompts that begin alike once."
 )
+@speculation_option
+@click.option("--block-size", type=int, help="Block size S.  [default: the engine's, or the sweep's]")
+@click.option("--max-running", type=int, help="Requests that run together.  [default: the engine's, or the sweep's]")
 @click.option(
     "--runtime",
     default="dflash",
@@ -47,6 +53,9 @@ def deploy(
     max_queue: int,
     device: str | None,
     prefix_cache: bool,
+    speculation: SpeculationMode,
+    block_size: int | None,
+    max_running: int | None,
     runtime: str,
     target: str | None,
     drafter: str | None,
@@ -67,6 +76,8 @@ def deploy(
 
         choice = choice_of_sweep(from_sweep, engines)
         engines = choice.engines
+        speculation = choice.speculation if speculation == "auto" else speculation
+        block_size, max_running = block_size or choice.block_size, max_running or choice.max_running
         for remark in choice.remarks:
             click.echo(remark, err=True)
     if engines is None:
@@ -83,6 +94,9 @@ def deploy(
         max_queue=max_queue,
         device=device,
         prefix_cache=prefix_cache,
+        speculation=speculation,
+        block_size=block_size,
+        max_running=max_running,
         force=force,
     )
     limits = dataclasses.asdict(report.facts.limits)
@@ -92,7 +106,7 @@ def deploy(
             "model_name": report.model_name,
             "engines": str(report.engines),
             "backend": report.facts.backend,
-            "speculation": report.facts.has_drafter,
+            "speculation": report.facts.has_drafter and speculation != "off" and block_size != 1,
             "limits": limits,
             "max_queue": report.max_queue,
             "files": list(report.files),

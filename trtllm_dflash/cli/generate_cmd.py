@@ -12,11 +12,11 @@ import click
 from rich.console import Console
 
 from trtllm_dflash.cli.speculation_option import speculation_option
-from trtllm_dflash.config.sampling import SamplingParams
+from trtllm_dflash.config.sampling import SamplingParams, SpeculationMode
 from trtllm_dflash.errors import ConfigError
 
 if TYPE_CHECKING:
-    from trtllm_dflash.runtime.llm import LLM, SpeculationMode
+    from trtllm_dflash.runtime.llm import LLM
     from trtllm_dflash.runtime.outputs import RequestOutput
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
+from typing import Literal
 
 from trtllm_dflash.config.structured_output import StructuredOutput
 from trtllm_dflash.errors import RequestError
@@ -13,6 +14,9 @@ from trtllm_dflash.errors import RequestError
 MAX_SEED = 2**64 - 1
 GREEDY_BELOW = 1e-3
 """Temperatures below this are greedy: dividing logits by them would leave float32, and clients mean 0 by them."""
+
+SpeculationMode = Literal["auto", "on", "off"]
+"""``auto``: with a drafter, as far as it pays; ``on``: always the whole block; ``off``: plain decoding."""
 
 
 @dataclass(frozen=True)

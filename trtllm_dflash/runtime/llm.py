@@ -11,9 +11,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
-from typing import Literal
 
-from trtllm_dflash.config.sampling import SamplingParams
+from trtllm_dflash.config.sampling import SamplingParams, SpeculationMode
 from trtllm_dflash.engine.directory import Backend, load_session, open_engine_directory
 from trtllm_dflash.engine.session import EngineSession
 from trtllm_dflash.engine.torch_session import KernelChoice
@@ -33,8 +32,6 @@ from trtllm_dflash.runtime.slots import SamplingMode
 
 logger = logging.getLogger(__name__)
 
-SpeculationMode = Literal["auto", "on", "off"]
-
 
 class LLM:
     """Generation on one engine directory.
@@ -49,6 +46,7 @@ class LLM:
         prefix_cache: prompts that begin alike are computed once, as long as pages last.
         max_queue: waiting requests; one more is refused with ``QueueFullError``. None is unlimited.
         max_tokens_in_flight: tokens that running requests may come to hold together. None is unlimited.
+        max_running: requests that run together; None takes what the engine was built for.
         kernels: what the torch backend computes with on a GPU: ``auto``, ``plugins`` (insist) or ``torch``.
         options: how cycles are launched; the defaults are right unless something is being measured.
 
@@ -69,8 +67,9 @@ class LLM:
         prefix_cache: bool = True,
         max_queue: int | None = None,
         max_tokens_in_flight: int | None = None,
+        max_running: int | None = None,
     ) -> None:
-        admission = AdmissionLimits(max_queue=max_queue, max_tokens_in_flight=max_tokens_in_flight)
+        admission = AdmissionLimits(max_queue, max_tokens_in_flight, max_running)
         engine_path = Path(engines)
         session = load_session(engine_path, device=device, kernels=kernels)
         backend = open_engine_directory(engine_path, verify=False).backend

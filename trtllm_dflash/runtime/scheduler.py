@@ -39,13 +39,15 @@ class AdmissionLimits:
     Attributes:
         max_queue: waiting requests; one more is refused with ``QueueFullError``.
         max_tokens_in_flight: prompt and output tokens that running requests may come to hold together.
+        max_running: requests that run together, where that is to be fewer than the engine has slots.
     """
 
     max_queue: int | None = None
     max_tokens_in_flight: int | None = None
+    max_running: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_queue", "max_tokens_in_flight"):
+        for name in ("max_queue", "max_tokens_in_flight", "max_running"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise RequestError(name, value, "an integer >= 1, or None for no limit")
@@ -95,7 +97,7 @@ class Scheduler:
         self._limits = limits or AdmissionLimits()
         self._pool = PagePool(num_pages)
         self._cache = PrefixCache(self._pool, page_tokens) if prefix_cache else None
-        self._free_slots = list(range(slots - 1, -1, -1))
+        self._free_slots = list(range(min(slots, self._limits.max_running or slots) - 1, -1, -1))
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._by_id: dict[str, Request] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trtllm_dflash.checkpoint.manifest import check_sizes
@@ -31,6 +31,17 @@ class EngineFacts:
     has_drafter: bool
     runs: dict[str, str]
     config_sha256: str
+
+    def with_choices(self, *, block_size: int, max_running: int | None) -> EngineFacts:
+        """The facts with what the operator chose instead of the engine's own: S in use (1 = plain), running requests."""
+        runs = dict(self.runs)
+        if self.has_drafter and block_size == 1:
+            runs = {"speculation": "off", **{name: runs[name] for name in ("backend", "limits") if name in runs}}
+        elif self.has_drafter:
+            runs["block_size"] = str(block_size)
+        if max_running is not None:
+            runs["max_running"] = str(max_running)
+        return replace(self, runs=runs)
 
     def startup_line(self) -> str:
         """One line that says what will run, so that nothing falls back silently."""

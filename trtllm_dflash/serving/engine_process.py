@@ -17,6 +17,7 @@ from pathlib import Path
 
 import click
 
+from trtllm_dflash.config.sampling import SpeculationMode
 from trtllm_dflash.errors import DFlashError
 from trtllm_dflash.runtime.llm import LLM
 from trtllm_dflash.serving import wire
@@ -36,6 +37,9 @@ _log = logging.getLogger("trtllm_dflash.engine_process")
 @click.option("--device", default=None, help="As LLM's device; default: the engine's own choice.")
 @click.option("--fd", type=int, required=True, help="File descriptor of the connected socket.")
 @click.option("--prefix-cache/--no-prefix-cache", default=True, help="As LLM's prefix_cache.")
+@click.option("--speculation", type=click.Choice(["auto", "on", "off"]), default="auto", help="As LLM's speculation.")
+@click.option("--block-size", type=int, default=None, help="As LLM's block_size.")
+@click.option("--max-running", type=int, default=None, help="As LLM's max_running.")
 @click.option("--max-queue", type=int, default=None, help="As LLM's max_queue.")
 @click.option("--max-tokens-in-flight", type=int, default=None, help="As LLM's max_tokens_in_flight.")
 @click.option("--drain-s", type=float, default=30.0, help="After SIGTERM, seconds for the requests in flight.")
@@ -45,6 +49,9 @@ def main(
     device: str | None,
     fd: int,
     prefix_cache: bool,
+    speculation: SpeculationMode,
+    block_size: int | None,
+    max_running: int | None,
     max_queue: int | None,
     max_tokens_in_flight: int | None,
     drain_s: float,
@@ -66,6 +73,9 @@ def main(
             engines,
             device=device,
             prefix_cache=prefix_cache,
+            speculation=speculation,
+            block_size=block_size,
+            max_running=max_running,
             max_queue=max_queue,
             max_tokens_in_flight=max_tokens_in_flight,
         )
@@ -76,6 +86,7 @@ def main(
         # Not closed here: the watcher of the proxy would take that for the proxy's end, and exit with 0.
         connection.send(wire.LoadFailed(text, permanent=isinstance(error, DFlashError)))
         raise SystemExit(1) from error
+    facts = facts.with_choices(block_size=engine.block_size, max_running=max_running)
     _log.info("serving %s, process %d", engines, os.getpid())
     _log.info("%s", facts.startup_line())
     server = EngineServer(
@@ -87,7 +98,7 @@ def main(
         render_chat=chat.encode,
         token_bytes=TokenBytes(chat.tokenizer),
         info=facts.runs,
-        speculates=facts.has_drafter,
+        speculates=engine.block_size > 1,
     )
     drained: list[threading.Thread] = []
 

@@ -21,6 +21,7 @@ from trtllm_dflash.checkpoint.manifest import (
     verify_directory,
 )
 from trtllm_dflash.config.json_reader import JsonObject, read_json
+from trtllm_dflash.config.sampling import SpeculationMode
 from trtllm_dflash.errors import ConfigError
 from trtllm_dflash.serving import metric_definitions, wire
 from trtllm_dflash.serving.engine_facts import EngineFacts, check_fingerprint, read_engine_facts
@@ -62,6 +63,9 @@ def deploy(
     max_queue: int = DEFAULT_MAX_QUEUE,
     device: str | None = None,
     prefix_cache: bool = True,
+    speculation: SpeculationMode = "auto",
+    block_size: int | None = None,
+    max_running: int | None = None,
     force: bool = False,
 ) -> DeployReport:
     """Write a model repository that serves ``engines``.
@@ -72,7 +76,7 @@ def deploy(
     Args:
         engines: engine directory, from ``build``. output: the repository to write, atomically.
         model_name: Triton's name of the model. max_queue: requests that may wait; one more is refused.
-        device, prefix_cache: as ``LLM``'s; device None leaves the choice to the engine.
+        device, prefix_cache, speculation, block_size, max_running: as ``LLM``'s; None leaves the choice to the engine.
         force: replace an existing repository.
 
     Raises:
@@ -87,11 +91,24 @@ def deploy(
         raise ConfigError(f"max queue is {max_queue}, expected at least 1")
     engines = engines.resolve()
     facts = read_engine_facts(engines)
+    for name, value, most in (
+        ("block size", block_size, facts.limits.block_size if facts.has_drafter else 1),
+        ("max running", max_running, facts.limits.max_batch_size),
+    ):
+        if value is not None and not 1 <= value <= most:
+            raise ConfigError(f"{name} is {value}, expected 1 to {most}, as {engines.name} was built")
+    if speculation == "on" and not facts.has_drafter:
+        raise ConfigError(f"speculation is on, but {engines.name} has no drafter")
     command = [sys.executable, "-m", "trtllm_dflash.serving.engine_process", "--engines", str(engines)]
     command += ["--config-sha256", facts.config_sha256]
     command += ["--max-queue", str(max_queue)]
     if not prefix_cache:
         command += ["--no-prefix-cache"]
+    if speculation != "auto":
+        command += ["--speculation", speculation]
+    for option, limit in (("--block-size", block_size), ("--max-running", max_running)):
+        if limit is not None:
+            command += [option, str(limit)]
     if device:
         command += ["--device", device]
     values = {
