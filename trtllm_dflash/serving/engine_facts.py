@@ -12,6 +12,8 @@ from trtllm_dflash.config.pairing import BuildLimits
 from trtllm_dflash.engine.directory import EngineDirectory, open_engine_directory
 from trtllm_dflash.errors import EngineError
 
+_DRAFTER_RUNS = ("block_size", "captured_layers", "windows", "proposals", "head")
+
 
 @dataclass(frozen=True)
 class EngineFacts:
@@ -33,12 +35,12 @@ class EngineFacts:
     config_sha256: str
 
     def with_choices(self, *, block_size: int, max_running: int | None) -> EngineFacts:
-        """The facts with what the operator chose instead of the engine's own: S in use (1 = plain), running requests."""
+        """The facts with what the operator chose instead of the engine's own: S in use (1 is plain) and slots in use."""
         runs = dict(self.runs)
         if self.has_drafter and block_size == 1:
-            runs = {"speculation": "off", **{name: runs[name] for name in ("backend", "limits") if name in runs}}
+            runs = {name: value for name, value in runs.items() if name not in _DRAFTER_RUNS} | {"speculation": "off"}
         elif self.has_drafter:
-            runs["block_size"] = str(block_size)
+            runs["block_size"] = f"{block_size} of {runs['block_size'].split()[-1]}"
         if max_running is not None:
             runs["max_running"] = str(max_running)
         return replace(self, runs=runs)
