@@ -35,7 +35,7 @@ class EngineFacts:
     config_sha256: str
 
     def with_choices(self, *, block_size: int, max_running: int | None) -> EngineFacts:
-        """The facts with what the operator chose instead of the engine's own: S in use (1 is plain) and slots in use."""
+        """The facts with what the operator chose instead of the engine's own: S (1 is plain) and slots."""
         runs = dict(self.runs)
         if self.has_drafter and block_size == 1:
             runs = {name: value for name, value in runs.items() if name not in _DRAFTER_RUNS} | {"speculation": "off"}
