@@ -32,7 +32,7 @@ from trtllm_dflash.engine.plan_facts import Network
 from trtllm_dflash.engine.tensorrt_emit import emit_network
 from trtllm_dflash.engine.tensorrt_session import choose_profile, network_session
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.ops.plugin_library import LIBRARY_VARIABLE, PluginLibrary, find_library
+from trtllm_dflash.ops.plugin_library import ABI_VERSION, LIBRARY_VARIABLE, PluginLibrary, find_library
 from trtllm_dflash.ops.tensorrt_library import TensorRTLibrary
 from trtllm_dflash.ops.tensorrt_plugin import PLUGIN_NAMES
 
@@ -50,10 +50,10 @@ def library_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
         if compiler is None:
             pytest.skip("no C compiler")
         folder = tmp_path_factory.mktemp("library")
-        facts = {"version": "0.1.0", "abi": 1, "cuda": "13.0", "sm": sm, "kernels": [], "plugins": plugins}
+        facts = {"version": "0.1.0", "abi": ABI_VERSION, "cuda": "13.0", "sm": sm, "kernels": [], "plugins": plugins}
         text = json.dumps(json.dumps(facts))
         (folder / "library.c").write_text(
-            "int dflash_abi_version(void) { return 1; }\n"
+            f"int dflash_abi_version(void) {{ return {ABI_VERSION}; }}\n"
             'const char *dflash_last_error(void) { return ""; }\n'
             f"const char *dflash_library_info(void) {{ return {text}; }}\n"
         )
@@ -79,7 +79,7 @@ COMPILED = find_library()
 
 
 @pytest.fixture
-def full_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
+def full_tensorrt(monkeypatch: pytest.MonkeyPatch, rtx: TensorRTLibrary) -> None:
     """The stand-in, a GPU of SM120 to build for, and the tiny pairs' head size."""
     monkeypatch.syspath_prepend(str(STAND_IN))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")]))

@@ -121,12 +121,13 @@ def preflight(install: TritonInstall, addresses: dict[str, tuple[str, int]]) -> 
 def check_ports(addresses: dict[str, tuple[str, int]]) -> None:
     """Refuse ports that are taken or given twice; ``addresses`` as for :func:`preflight`. Raises ``ConfigError``."""
     seen: dict[int, str] = {}
-    for name, (host, port) in addresses.items():
+    for name, (_, port) in addresses.items():
         if port in seen:
             raise ConfigError(
                 f"{name} port is {port}, the same as the {seen[port]} port", hint=f"choose another --{name}-port"
             )
         seen[port] = name
+    for name, (host, port) in addresses.items():
         try:
             with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
