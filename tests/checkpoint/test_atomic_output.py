@@ -17,6 +17,7 @@ from trtllm_dflash.checkpoint.atomic_directory import atomic_directory
 from trtllm_dflash.checkpoint.convert import convert
 from trtllm_dflash.checkpoint.manifest import hash_directory
 from trtllm_dflash.checkpoint.read import open_checkpoint
+from trtllm_dflash.engine.build import build
 from trtllm_dflash.errors import CheckpointError, ConfigError, DFlashError
 
 # Runs convert once per stage in a forked child that kills itself there with SIGKILL. One interpreter for all stages,
@@ -133,9 +134,21 @@ def test_existing_output_needs_force(tmp_path: Path, target: Path) -> None:
 def test_foreign_directories_are_never_replaced(tmp_path: Path, target: Path, name: str) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / name).write_text('{"model_type": "llama"}')
-    with pytest.raises(CheckpointError, match="was not written by this toolkit"):
+    with pytest.raises(CheckpointError, match="is not what this command writes"):
         convert(str(target), None, tmp_path / "mine", force=True)
     assert (tmp_path / "mine" / name).exists()
+
+
+def test_a_checkpoint_is_never_replaced_by_engines(tmp_path: Path, target: Path) -> None:
+    """``build -c X -o X --force`` would destroy its own input, hours of conversion."""
+    convert(str(target), None, tmp_path / "checkpoint")
+    before = content(tmp_path / "checkpoint")
+    with pytest.raises(CheckpointError, match="is not what this command writes"):
+        build(tmp_path / "checkpoint", tmp_path / "checkpoint", backend="torch", force=True)
+    assert content(tmp_path / "checkpoint") == before
+    build(tmp_path / "checkpoint", tmp_path / "engines", backend="torch")
+    with pytest.raises(CheckpointError, match="is not what this command writes"):
+        convert(str(target), None, tmp_path / "engines", force=True)
 
 
 def test_file_or_link_in_the_way(tmp_path: Path) -> None:
@@ -188,7 +201,7 @@ def test_two_writers_at_once(tmp_path: Path) -> None:
                 (second / "file").write_text("second")
                 assert first.is_dir()
 
-    with pytest.raises(CheckpointError, match="not written by this toolkit"):
+    with pytest.raises(CheckpointError, match="not what this command writes"):
         write_both()
     assert (tmp_path / "out" / "file").read_text() == "second"
 

@@ -67,7 +67,7 @@ def test_only_its_own_directory_is_replaced(tiny_engines: Callable[..., Path], t
     other = tmp_path / "other"
     other.mkdir()
     (other / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="not written by this toolkit"):
+    with pytest.raises(CheckpointError, match="not what this command writes"):
         deploy_trtllm(engines, other, force=True, **names)
 
 

@@ -95,7 +95,8 @@ def deployment_of(
         "schema_version": SCHEMA_VERSION,
         "target": best["target"],
         "config": chosen.label,
-        "engines": str(chosen.engines),
+        # Absolute: the settings are read from wherever deploy is run.
+        "engines": str(chosen.engines.resolve()),
         "speculation": "auto" if chosen.speculation == "auto" else facts["speculation"],
         "block_size": facts["block_size"],
         "max_concurrency": best["concurrency"],
@@ -110,6 +111,11 @@ def write_deployment(deployment: Mapping[str, Any], folder: Path) -> Path:
     with written_whole(path) as partial:
         partial.write_text(json.dumps(deployment, indent=2) + "\n", encoding="utf-8")
     return path
+
+
+def forget_deployment(folder: Path) -> None:
+    """Remove the settings of an earlier choice, so that nobody deploys what no longer holds."""
+    (folder / DEPLOYMENT).unlink(missing_ok=True)
 
 
 def read_deployment(path: Path) -> dict[str, Any]:

@@ -24,22 +24,30 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
-def is_toolkit_directory(path: Path) -> bool:
-    """Whether ``path`` is a directory that this toolkit wrote (its config.json has format_version and kind)."""
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and "format_version" in config and isinstance(config.get("kind"), str)
+def directory_of_kind(kind: str) -> Callable[[Path], bool]:
+    """Whether a path is a directory of this ``kind`` that the toolkit wrote, by its config.json."""
+
+    def is_ours(path: Path) -> bool:
+        try:
+            config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False
+        return isinstance(config, dict) and "format_version" in config and config.get("kind") == kind
+
+    return is_ours
 
 
-def check_destination(final: Path, *, force: bool, is_ours: Callable[[Path], bool] = is_toolkit_directory) -> None:
+def _nothing(path: Path) -> bool:
+    return False
+
+
+def check_destination(final: Path, *, force: bool, is_ours: Callable[[Path], bool] = _nothing) -> None:
     """Refuse to overwrite what should not be overwritten.
 
     Args:
         final: the directory to be written.
         force: whether the user allows replacing a directory of ours.
-        is_ours: whether an existing directory may be replaced by ``force``.
+        is_ours: whether an existing directory may be replaced by ``force``; nothing may by default.
 
     Raises:
         CheckpointError: ``final`` is a file, is not empty and ``force`` is false, or is not one of ours.
@@ -52,7 +60,7 @@ def check_destination(final: Path, *, force: bool, is_ours: Callable[[Path], boo
         return
     if not is_ours(final):
         raise CheckpointError(
-            f"{final}: is not empty and was not written by this toolkit, so it is never overwritten",
+            f"{final}: is not empty and is not what this command writes, so it is never overwritten",
             hint="choose another output directory",
         )
     if not force:
@@ -60,9 +68,7 @@ def check_destination(final: Path, *, force: bool, is_ours: Callable[[Path], boo
 
 
 @contextmanager
-def atomic_directory(
-    final: Path, *, force: bool = False, is_ours: Callable[[Path], bool] = is_toolkit_directory
-) -> Iterator[Path]:
+def atomic_directory(final: Path, *, force: bool = False, is_ours: Callable[[Path], bool] = _nothing) -> Iterator[Path]:
     """Write a directory in one step: ``with atomic_directory(final) as tmp:`` fill ``tmp``.
 
     On leaving the block normally everything is flushed to disk and ``tmp`` becomes ``final``; on an exception

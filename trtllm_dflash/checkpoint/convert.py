@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import torch
 
 import trtllm_dflash
-from trtllm_dflash.checkpoint.atomic_directory import atomic_directory, check_destination
+from trtllm_dflash.checkpoint.atomic_directory import atomic_directory, check_destination, directory_of_kind
 from trtllm_dflash.checkpoint.drafter_plan import REFUSED, plan_drafter, repeated_target_weights
 from trtllm_dflash.checkpoint.host_memory import PeakMemory
 from trtllm_dflash.checkpoint.manifest import FileRecord, hash_directory, manifest_to_json
@@ -111,7 +111,7 @@ def convert(
     """
     started, memory, report_progress = time.monotonic(), PeakMemory(), progress or silent
     algo, kv_dtype = _check_options(dtype, tp_size, quantization, kv_cache_dtype)
-    check_destination(output, force=force)
+    check_destination(output, force=force, is_ours=directory_of_kind(KIND))
     target_at = locate(target, "target", report_progress)
     # Configuration before tensors: "target and drafter are swapped" explains more than the name of a tensor.
     target_config = parse_target_config(target_at.directory, dtype=None if dtype == "auto" else dtype)
@@ -132,7 +132,7 @@ def convert(
     _check_tp(target_config, drafter_config, tp_size)
     _check_plans(models, drafter_config, target_config)
     notes += _padding_notes(target_config, target_source)
-    with atomic_directory(output, force=force) as directory:
+    with atomic_directory(output, force=force, is_ours=directory_of_kind(KIND)) as directory:
         records, tensors = _write_models(directory, models, _TORCH_DTYPES[compute_dtype], tp_size, report_progress)
         write_target_config(
             directory / "target" / "config.json", target_config, mapping, QuantizationConfig(algo, kv_dtype)

@@ -103,14 +103,15 @@ def sweep(
         return
     from trtllm_dflash.bench.machine import machine_facts
     from trtllm_dflash.bench.predict_requests import predict_curve, read_cycle_table
-    from trtllm_dflash.bench.sweep_output import write_output
+    from trtllm_dflash.bench.sweep_output import require_packages, write_output
     from trtllm_dflash.bench.sweep_plan import SweepPlan, parse_concurrencies
     from trtllm_dflash.bench.sweep_results import make_results
     from trtllm_dflash.bench.sweep_run import run_sweep
-    from trtllm_dflash.bench.targets import Target, best_point, deployment_of, write_deployment
+    from trtllm_dflash.bench.targets import Target, best_point, deployment_of, forget_deployment, write_deployment
 
     if output is None:
         raise click.UsageError("give -o/--output, the directory of results")
+    require_packages()
     device = options.pop("device")
     shared = {"model": model, "gpus": gpus, "load_generator": load_generator, "aiperf_command": aiperf_command}
     configurations = _configurations(engines, configs, url, label, tokenizer, shared)
@@ -137,6 +138,8 @@ def sweep(
     if target:
         document["best"] = best_point(document, target)
     paths = write_output(document, output)
+    if target:
+        forget_deployment(output)
     if target and document["best"]["found"]:
         paths.append(write_deployment(deployment_of(document, document["best"], configurations), output))
     if as_json:

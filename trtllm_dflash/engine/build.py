@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import trtllm_dflash
-from trtllm_dflash.checkpoint.atomic_directory import atomic_directory, check_destination
+from trtllm_dflash.checkpoint.atomic_directory import atomic_directory, check_destination, directory_of_kind
 from trtllm_dflash.checkpoint.manifest import hash_directory, manifest_to_json
 from trtllm_dflash.checkpoint.read import Checkpoint, open_checkpoint, pairing_facts
 from trtllm_dflash.config.drafter import DrafterConfig
@@ -93,7 +93,7 @@ def build(
     """
     started = time.perf_counter()
     chosen = choose_backend(backend)
-    check_destination(Path(output), force=force)
+    check_destination(Path(output), force=force, is_ours=directory_of_kind(KIND))
     source = open_checkpoint(checkpoint)
     chosen_lowering = choose_lowering(chosen, lowering, plugin_library)
     check_plan_options(chosen, weights=weights, target_sm=target_sm, timing_cache=timing_cache)
@@ -115,7 +115,7 @@ def build(
     source.verify()
     with_weights = plans is None or plans.weights == "external"
     facts: TensorRTFacts | None = None
-    with atomic_directory(Path(output), force=force) as directory:
+    with atomic_directory(Path(output), force=force, is_ours=directory_of_kind(KIND)) as directory:
         for model in ("target",) if source.drafter_config is None else ("target", "drafter"):
             _write_model(source, model, directory, limits, paged=chosen_lowering != "native", with_weights=with_weights)
         if plans is not None:

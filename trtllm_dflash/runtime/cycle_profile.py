@@ -50,7 +50,8 @@ class CycleProfiler:
         for batch in batches:
             for size in block_sizes:
                 slots = self._occupy(batch, context, rows=size * (repeats + 3))
-                seconds[batch, size] = self._runner.seconds_per_cycle(slots, size, SamplingMode(), repeats)
+                columns = self._columns(context, rows=size * (repeats + 3))
+                seconds[batch, size] = self._runner.seconds_per_cycle(slots, size, columns, SamplingMode(), repeats)
                 if progress is not None:
                     progress(len(seconds), total)
         self._vacate()
@@ -62,7 +63,7 @@ class CycleProfiler:
         launching them apart costs."""
         slots = upload(self._occupy(batch, context, rows=block_size * (repeats + 3)), torch.int64, self._state.device)
         session, state, mode = self._session, self._state, SamplingMode()
-        columns = state.page_table.shape[1]
+        columns = self._columns(context, rows=block_size * (repeats + 3))
         rows = prepare(session, state, slots, block_size, columns)
         draft = draft_and_select(session, rows, block_size, mode)
         verified = verify(session, rows, draft, block_size)
@@ -94,6 +95,11 @@ class CycleProfiler:
         facts = [[1] * batch, [context] * batch, [_PLENTY] * batch, [0] * batch]
         self._state.set_progress(slots, upload(facts, torch.int64, self._state.device))
         return list(range(batch))
+
+    def _columns(self, context: int, rows: int) -> int:
+        """Pages that a measured request touches; without the kernels a pass reads every column it is given."""
+        pages = -(-(context + rows) // self._session.limits.page_tokens)
+        return min(pages, self._state.page_table.shape[1])
 
     def _vacate(self) -> None:
         """No slot has anything to emit, nor a page; what the pages hold is finite, and visible to nobody."""

@@ -233,9 +233,10 @@ class CycleRunner:
         """``function`` as a graph where cycles are graphs, else itself."""
         return function if self._pool is None else self._pool.capture(function).replay
 
-    def seconds_per_cycle(self, slots: Sequence[int], block_size: int, mode: SamplingMode, repeats: int) -> float:
+    def seconds_per_cycle(
+        self, slots: Sequence[int], block_size: int, columns: int, mode: SamplingMode, repeats: int
+    ) -> float:
         """Median time of a cycle on ``slots``, launched back to back; runs real cycles on them."""
-        columns = self._state.page_table.shape[1]
         return median_seconds(
             lambda: self.launch(slots, block_size, columns, mode), self._session.device, repeats=repeats
         )

@@ -13,6 +13,8 @@ from trtllm_dflash.errors import EngineError
 
 _CPU_SHARE, _GPU_SHARE = 0.5, 0.9
 _MIB = 2**20
+# A CPU decodes too slowly to fill more than this; zeroing more only delays the start.
+_CPU_CACHE_BYTES = 2048 * _MIB
 # Measured on an H200: a graph node of these cycles, and what cuBLAS and the allocator keep.
 _GRAPH_NODE_BYTES = 2048
 _NODES_PER_LAYER, _NODES_BESIDES = 12, 120
@@ -83,7 +85,10 @@ def plan_memory(session: EngineSession, kv_cache_tokens: int | None, *, block_si
         pages = kv_cache_tokens // page_tokens
     else:
         affordable = max(0, _usable_bytes(session.device) - state - passes - graph_bytes) // page_bytes
-        pages = min(limits.max_batch_size * per_request, affordable)
+        wanted = limits.max_batch_size * per_request
+        if session.device.type != "cuda":
+            wanted = min(wanted, max(per_request, _CPU_CACHE_BYTES // page_bytes))
+        pages = min(wanted, affordable)
         if pages < per_request:
             raise EngineError(
                 f"{affordable} KV cache pages fit in free memory, one request of max_seq_len {limits.max_seq_len} "
