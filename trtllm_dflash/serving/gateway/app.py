@@ -117,7 +117,11 @@ class Gateway:
         )
         request.state.facts = {"completion_id": answer.identity, "choices": len(several)}
         events = EventStream(self.pool, several, answer)
-        request.state.early_end.on_end(events.end)
+        early_end: EarlyEnd = request.state.early_end
+        early_end.on_end(events.end)
+        if body.deadline_s is not None:
+            elapsed_s = time.perf_counter() - request.state.began
+            early_end.end_at_deadline(body.deadline_s, elapsed_s=elapsed_s)
         if not body.stream:
             return await answer_when_done(request, events, on_first=self._first_output(request))
         # The first event first: a refusal then still has its own status.
