@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from trtllm_dflash.serving import metric_definitions, wire
+from trtllm_dflash.serving.tritonserver import engine_is_down
 
 PROXY = Path(__file__).parents[2] / "triton_server_repo" / "dflash" / "1"
 ENGINE = Path(__file__).parent / "fake_engine_process.py"
@@ -170,3 +171,15 @@ def test_an_engine_that_restarts(proxy: Proxy, hold: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     ends_at_its_deadline(proxy)
+    while not proxy.health()["loading"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    facts = proxy.health()
+    assert not engine_is_down({**facts, "down_s": 600.0})  # it loads for long: leave it alone
+    assert engine_is_down({**facts, "down_s": 600.0, "loading": False})
+    assert not engine_is_down({**facts, "down_s": 1.0, "loading": False})
+    hold.unlink()
+    while (facts := proxy.health())["state"] != "ready":
+        assert time.monotonic() < deadline + 30
+        time.sleep(0.02)
+    assert (facts["loading"], engine_is_down(facts)) == (False, False)
