@@ -102,7 +102,10 @@ class Gateway:
         settings = self.settings
         if body.model not in settings.served_names:
             raise _no_such_model(body.model)
-        several = inputs_of(body, max_choices=settings.max_choices)
+        # More than the replicas can ever hold would be told to try again for ever.
+        capacity = self.pool.capacity
+        most = settings.max_choices if capacity is None else min(settings.max_choices, capacity)
+        several = inputs_of(body, max_choices=most)
         for inputs in several:
             size = sum(len(value.encode()) for value in inputs.values() if isinstance(value, str))
             if size > MAX_TRITON_BODY_BYTES // 2:
