@@ -26,7 +26,7 @@ from trtllm_dflash.serving.gateway.generation import EventStream, answer_when_do
 from trtllm_dflash.serving.gateway.replicas import ReplicaPool
 from trtllm_dflash.serving.gateway.schema import ChatBody, CompletionBody, parse_body
 from trtllm_dflash.serving.gateway.settings import MAX_TRITON_BODY_BYTES, GatewaySettings
-from trtllm_dflash.serving.gateway.triton_inputs import inputs_of
+from trtllm_dflash.serving.gateway.triton_inputs import echoed_characters, inputs_of
 
 _log = logging.getLogger("trtllm_dflash.gateway")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
@@ -117,6 +117,7 @@ class Gateway:
             logprobs=logprobs,
             choices=len(several),
             prompts=prompts,
+            echoed=[echoed_characters(inputs) for inputs in several],
         )
         request.state.facts = {"completion_id": answer.identity, "choices": len(several)}
         events = EventStream(self.pool, several, answer)

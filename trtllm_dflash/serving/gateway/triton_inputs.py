@@ -39,6 +39,11 @@ def inputs_of(body: ChatBody | CompletionBody, *, max_choices: int) -> list[Inpu
     return several
 
 
+def echoed_characters(inputs: Inputs) -> int:
+    """Characters of the prompt that one sequence's text begins with."""
+    return 0 if inputs.get("exclude_input_in_output", True) else len(inputs["text_input"])
+
+
 def _sampling(body: ChatBody | CompletionBody) -> Inputs:
     if isinstance(body, ChatBody):
         # Without a limit the sequence may fill the model's length; the engine cuts this to what fits.
