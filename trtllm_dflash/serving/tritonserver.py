@@ -12,9 +12,10 @@ What can go wrong, who sees it, and what then happens:
 - Generation itself is broken although everything is alive: a canary request (one token; while nothing else runs, and
   after a request failed inside the engine) fails, and the server is restarted.
 
-An operator watches the supervisor's ``/health`` (true at once in all of these cases) or Triton's ``/v2/health/ready``
-(true while a crashed engine loads again: unloading the model would throw that load away), never ``/v2/health/live`` alone. After ``MAX_FAILURES`` failed restarts
-in a row the supervisor gives up: it stops the server, and ``serve`` ends with exit code 1.
+An operator watches the supervisor's ``/health`` (right at once in all of these cases) or Triton's ``/v2/health/ready``
+(true while a crashed engine loads again: unloading the model would throw that load away), never ``/v2/health/live``
+alone. After ``MAX_FAILURES`` failed restarts in a row the supervisor gives up: it stops the server, and ``serve`` ends
+with exit code 1.
 """
 
 from __future__ import annotations

@@ -301,7 +301,6 @@ class TritonPythonModel:
             active.held = Held(error=Refused("UNAVAILABLE", f"{text}, try again"))
             self._flush(active)
 
-
     def _expire(self, active):
         if self._take(active.id):
             self._cancel_in_engine(active.id)

@@ -22,7 +22,6 @@ from trtllm_dflash.serving.gateway.app import Gateway
 from trtllm_dflash.serving.gateway.settings import API_KEY_VARIABLE, GatewaySettings, hash_keys
 from trtllm_dflash.serving.log_format import LOG_FORMATS, configure_logging
 
-
 # How long the clients of requests that the drain did not finish may take to read their error.
 CUT_S = 1.0
 
