@@ -138,6 +138,8 @@ def test_an_engine_that_loads_for_long_is_waited_for(triton: ServerHandle, hold_
         wait_until(lambda: engine_state(triton) == "restarting" and supervisor_health(triton) == 503, timeout_s=3)
         with pytest.raises(TritonHttpError, match="UNAVAILABLE: the engine is restarting"):
             triton.client(20).generate("hi", max_tokens=1)
+        # After several crashes the next process does not start at once.
+        wait_until(lambda: triton.client(5).health()["loading"] is True, timeout_s=9)
         loading = engine_pid(triton)
         for _ in range(24):  # longer than an engine that is down may stay so
             assert supervisor_health(triton) == 503
