@@ -13,6 +13,7 @@ def test_a_smaller_block_and_fewer_slots_are_said(tiny_engines: Callable[..., Pa
     line = facts.with_choices(block_size=2, max_running=3).startup_line()
     assert f"block size 2 of {facts.runs['block_size'].split()[-1]}" in line
     assert "max running 3" in line
+    assert facts.with_choices(block_size=2, max_running=3).limits.max_batch_size == 3
     assert facts.with_choices(block_size=facts.limits.block_size, max_running=None).runs == facts.runs
 
 

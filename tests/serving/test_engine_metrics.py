@@ -74,6 +74,19 @@ def test_refusals_and_failures_have_codes() -> None:
     assert (found["dflash_errors_totalINVALID_ARGUMENT"], found["dflash_errors_totalINTERNAL"]) == (1, 1)
 
 
+def test_the_work_of_a_failed_request_counts() -> None:
+    metrics = EngineMetrics({}, speculates=True)
+    metrics.delivered(OutputChunk("a", "x", (1, 2)))
+    end = OutputChunk("a", "z", (3,), finish_reason="error", metrics=metrics_of((1, 0, 2), completion=3))
+    metrics.failed("a", "DEADLINE_EXCEEDED", end)
+    found = values(metrics)
+    assert (found["dflash_output_tokens_total"], found["dflash_prompt_tokens_total"]) == (3, 4)
+    assert (found["dflash_cycles_total"], found["dflash_drafted_tokens_total"]) == (3, 21)
+    assert found["dflash_accepted_tokens_total"] == 4
+    assert found["dflash_accepted_tokens_per_position_total2"] == 2
+    assert found["dflash_request_seconds_count"] == 0  # not a service time
+
+
 def test_every_sample_has_a_definition() -> None:
     metrics = EngineMetrics({}, speculates=True)
     metrics.delivered(OutputChunk("a", "x", (1,), finish_reason="stop", metrics=metrics_of((0, 1), completion=1)))

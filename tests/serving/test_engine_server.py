@@ -64,6 +64,18 @@ def test_cancel_ends_a_request(proxy: wire.Connection) -> None:
     assert end.finish_reason == "cancelled"
 
 
+def test_the_work_of_a_request_that_fails_is_counted(proxy: wire.Connection) -> None:
+    proxy.send(wire.Generate("8", {"text_input": ["hi"], "max_tokens": [2000], "deadline_s": [0.1]}))
+    end = collect(proxy, "8")[-1]
+    assert isinstance(end, wire.Failed)
+    while not isinstance(beat := proxy.receive(), wire.Heartbeat):
+        assert beat is not None
+    found = {name: value for name, labels, value in beat.samples if not labels}
+    assert found["dflash_prompt_tokens_total"] == 1
+    assert found["dflash_drafted_tokens_total"] == 7 * found["dflash_cycles_total"] > 0
+    assert found["dflash_output_tokens_total"] == 2 * found["dflash_cycles_total"]
+
+
 def test_too_long_prompt_names_limit_and_value(proxy: wire.Connection) -> None:
     proxy.send(wire.Generate("9", {"text_input": ["w " * LIMITS.max_seq_len], "max_tokens": [1]}))
     (failure,) = collect(proxy, "9")

@@ -166,6 +166,41 @@ def test_logprobs_of_both_shapes(api: Api, triton: FakeTriton) -> None:
     assert [chunk["choices"][0]["logprobs"] for chunk in streamed[1:]] == [{"content": [DETAIL]}, {"content": []}]
 
 
+@pytest.mark.parametrize("echo_apart", [True, False])
+def test_text_offsets_count_the_echoed_prompt(api: Api, triton: FakeTriton, echo_apart: bool) -> None:
+    """The engine sends the echo first, but it may share an event with the first tokens; text may be held back."""
+
+    def details(*tokens: str) -> str:
+        return json.dumps([{**DETAIL, "token": token, "bytes": list(token.encode())} for token in tokens])
+
+    start = [event("hello", []), event("A", [7], log_prob_details=details("A"))]
+    if not echo_apart:
+        start = [event("helloA", [7], log_prob_details=details("A"))]
+    held = event("", [8], log_prob_details=details("bcde"))
+    triton.script = [*start, held, last("bcdefg", [9, 10], log_prob_details=details("f", "g"))]
+    offsets = [5, 6, 10, 11]
+    (choice,) = api.complete("hello", echo=True, logprobs=1)[1]["choices"]
+    assert (choice["text"], choice["logprobs"]["text_offset"]) == ("helloAbcdefg", offsets)
+    text = api.complete("hello", echo=True, logprobs=1, stream=True)[1]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n")[:-2]]
+    found = [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks]
+    assert [offset for some in found for offset in some] == offsets
+
+
+def test_offsets_of_a_character_in_two_tokens(api: Api, triton: FakeTriton) -> None:
+    entries = [
+        {**DETAIL, "token": token, "bytes": raw} for token, raw in (("a\ufffd", [97, 0xC3]), ("\ufffdb", [0xA9, 98]))
+    ]
+    end = {**DETAIL, "token": "c", "bytes": [99]}
+    triton.script = [
+        event("aéb", [1, 2], log_prob_details=json.dumps(entries)),
+        last("c", [3], log_prob_details=json.dumps([end])),
+    ]
+    (choice,) = api.complete("x", logprobs=1)[1]["choices"]
+    assert choice["text"] == "aébc"
+    assert choice["logprobs"]["text_offset"] == [0, 2, 3]
+
+
 def test_events_cut_anywhere_are_joined(api: Api, triton: FakeTriton) -> None:
     """A long event arrives in pieces, and many short ones in one."""
     triton.script = [event("é" * 200_000, list(range(50))), *[event("x", [1])] * 500, last("", [])]

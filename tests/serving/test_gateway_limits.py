@@ -119,6 +119,19 @@ def test_a_full_or_dead_replica_is_passed_over() -> None:
         assert api.chat()[0] == 200  # the proxy lets it wait for the new engine
 
 
+def test_more_sequences_than_the_replicas_hold_is_a_wrong_request() -> None:
+    with FakeTriton() as first, FakeTriton() as second:
+        for triton in (first, second):
+            triton.facts["max_queue"] = 2  # and four slots
+        with running_gateway(first.url, second.url) as api:
+            status, body, headers = api.chat(n=13)
+            assert (status, body["error"]["param"], "retry-after" in headers) == (400, "n", False)
+            assert "at most 12 sequences" in body["error"]["message"]
+            assert api.complete(["x"] * 13)[1]["error"]["param"] == "prompt"
+            assert api.complete(["x"] * 6, n=2)[0] == 200
+            assert len(api.chat(n=12)[1]["choices"]) == 12
+
+
 def test_no_replica_at_all() -> None:
     with running_gateway("http://127.0.0.1:9") as api:
         assert api.ask("GET", "/health/ready")[0] == 503

@@ -81,6 +81,27 @@ def test_prompts_that_are_none(prompt: object) -> None:
 
 
 @pytest.mark.parametrize(
+    ("field", "value", "param", "reason"),
+    [
+        ("stop", ["x"] * 17, "stop", "at most 16 items"),
+        ("stop", ["x", ""], "stop.1", "at least 1 character"),
+        ("prompt", [-1], "prompt.0", "greater than or equal to 0"),
+        ("prompt", [[1, -1]], "prompt.0.1", "greater than or equal to 0"),
+        ("prompt", [2**31], "prompt.0", "less than or equal to 2147483647"),
+        ("prompt", [1.5], "prompt.0", "valid string or a valid integer or a valid array"),
+        ("prompt", {"a": 1}, "prompt", "valid string or a valid array"),
+        ("prompt", ["x", 1], "prompt.1", "valid string"),
+        ("prompt", [], "prompt", "at least 1 item"),
+        ("deadline_s", "x", "deadline_s", "valid number"),
+    ],
+)
+def test_refusals_say_the_real_reason(field: str, value: object, param: str, reason: str) -> None:
+    error = refusal(CompletionBody, {**PLAIN, field: value})
+    assert error.param == param
+    assert reason in error.message
+
+
+@pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b'{"model": "\xff"}', b'{"a":' * 5000, b'{"model": NaN}']
 )
 def test_bodies_that_are_not_requests(body: bytes) -> None:

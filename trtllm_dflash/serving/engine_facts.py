@@ -20,7 +20,7 @@ class EngineFacts:
     """Facts of an engine directory.
 
     Attributes:
-        backend: what runs it. limits: what it was built for.
+        backend: what runs it. limits: what it was built for; after :meth:`with_choices` its slots are those in use.
         vocab_size, eos_token_ids: the target's. has_drafter: whether it can speculate.
         runs: what will run, as labels: backend, drafter version, block size, captured layers, windows, limits.
         config_sha256: of config.json, hexadecimal; it holds every other file's hash, so it identifies the directory.
@@ -43,7 +43,9 @@ class EngineFacts:
             runs["block_size"] = f"{block_size} of {runs['block_size'].split()[-1]}"
         if max_running is not None:
             runs["max_running"] = str(max_running)
-        return replace(self, runs=runs)
+        # Who asks how many requests fit must hear of the slots that are used, not of those that were built.
+        slots = min(self.limits.max_batch_size, max_running or self.limits.max_batch_size)
+        return replace(self, runs=runs, limits=replace(self.limits, max_batch_size=slots))
 
     def startup_line(self) -> str:
         """One line that says what will run, so that nothing falls back silently."""

@@ -124,12 +124,16 @@ class EngineMetrics:
             self._outcomes["refused"] += 1
             self._errors[code] += 1
 
-    def failed(self, request_id: str, code: str) -> None:
-        """A queued request ended in an error."""
+    def failed(self, request_id: str, code: str, last: OutputChunk | None = None) -> None:
+        """A queued request ended in an error; ``last`` tells the work that it took, None for work not to be counted."""
         with self._lock:
             self._delivered_at.pop(request_id, None)
             self._outcomes["error"] += 1
             self._errors[code] += 1
+            if last is not None and last.metrics is not None:
+                # Tokens before the last were counted as they came. No latencies: a failure's is not a service time.
+                self._totals["dflash_output_tokens_total"] += len(last.token_ids)
+                self._count_work(last.metrics)
 
     def delivered(self, chunk: OutputChunk) -> None:
         """New output of a request (on the engine thread)."""
@@ -146,7 +150,8 @@ class EngineMetrics:
                 self._delivered_at.pop(chunk.request_id, None)
                 self._outcomes[chunk.finish_reason] += 1
                 if chunk.metrics is not None:
-                    self._count(chunk.metrics)
+                    self._count_work(chunk.metrics)
+                    self._count_latencies(chunk.metrics)
 
     def samples(self, stats: EngineStats) -> list[Sample]:
         """Everything as of now; ``stats`` is the runtime's own snapshot."""
@@ -176,7 +181,7 @@ class EngineMetrics:
         ]
         return found
 
-    def _count(self, metrics: RequestMetrics) -> None:
+    def _count_work(self, metrics: RequestMetrics) -> None:
         totals = self._totals
         totals["dflash_prompt_tokens_total"] += metrics.prompt_tokens
         totals["dflash_cycles_total"] += metrics.cycles
@@ -187,10 +192,12 @@ class EngineMetrics:
         for position in range(len(metrics.accepted_histogram) - 1, 0, -1):
             kept_at_least += metrics.accepted_histogram[position]
             self._per_position[position] += kept_at_least
+        if self._watch is not None:
+            self._watch.add(metrics.cycles, metrics.acceptance_length)
+
+    def _count_latencies(self, metrics: RequestMetrics) -> None:
         if metrics.completion_tokens:
             # Without a first token these are the time until the request was given up, not a latency.
             self._histograms["dflash_queue_seconds"].observe(metrics.queue_s)
             self._histograms["dflash_time_to_first_token_seconds"].observe(metrics.time_to_first_token_s)
             self._histograms["dflash_request_seconds"].observe(metrics.elapsed_s)
-        if self._watch is not None:
-            self._watch.add(metrics.cycles, metrics.acceptance_length)

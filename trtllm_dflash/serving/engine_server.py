@@ -181,9 +181,9 @@ class EngineServer:
         self._outgoing.put(wire.Failed(message.id, code, reason))
         _log.info("request %s refused: %s: %s", message.client_id or message.id, code, reason)
 
-    def _fail(self, request_id: str, code: str, reason: str) -> None:
-        self._metrics.failed(request_id, code)
-        self._outgoing.put(wire.Failed(request_id, code, reason))
+    def _fail(self, chunk: OutputChunk, code: str, reason: str, *, counted: bool) -> None:
+        self._metrics.failed(chunk.request_id, code, chunk if counted else None)
+        self._outgoing.put(wire.Failed(chunk.request_id, code, reason))
 
     def _on_chunk(self, chunk: OutputChunk) -> None:
         """On the engine thread: note, convert, queue; never write."""
@@ -199,10 +199,10 @@ class EngineServer:
             _log.error("request %s failed: %s", client_id or chunk.request_id, chunk.error)
             reason = without_paths(chunk.error or "the engine failed on this request; see the server's log")
             code = _CODES.get(chunk.error_kind, "INTERNAL")
-            self._fail(chunk.request_id, code, reason)
+            self._fail(chunk, code, reason, counted=counted)
             return
         if chunk.finish_reason == "cancelled" and self._cut.is_set():
-            self._fail(chunk.request_id, "UNAVAILABLE", _SHUTTING_DOWN)
+            self._fail(chunk, "UNAVAILABLE", _SHUTTING_DOWN, counted=counted)
             return
         if counted:
             self._metrics.delivered(chunk)

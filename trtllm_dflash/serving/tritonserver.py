@@ -3,18 +3,19 @@
 What can go wrong, who sees it, and what then happens:
 
 - The engine process dies or hangs. The proxy model sees it (end of file; no heartbeat), fails the requests in flight
-  and starts a new engine. Triton's model cannot be made unready from inside, so when the engine stays away longer than
-  ``RELOAD_AFTER_S`` the supervisor unloads and loads the model: ``/v2/health/ready`` is then false until an engine is
-  ready.
+  and starts a new engine, which may load for ``start_timeout_s``. Triton's model cannot be made unready from inside, so
+  when no engine is ready after ``RELOAD_AFTER_S`` and none is loading (the last one ended before it was ready), the
+  supervisor unloads and loads the model: ``/v2/health/ready`` is then false until an engine is ready.
 - The proxy (Triton's Python stub) dies. Triton itself does not notice, requests in flight would hang: the supervisor's
   health request fails, and it kills and restarts the whole server.
 - tritonserver dies: restarted.
 - Generation itself is broken although everything is alive: a canary request (one token; while nothing else runs, and
   after a request failed inside the engine) fails, and the server is restarted.
 
-An operator watches the supervisor's ``/health`` (true at once in all of these cases) or Triton's ``/v2/health/ready``
-(true up to about ``RELOAD_AFTER_S`` too long), never ``/v2/health/live`` alone. After ``MAX_FAILURES`` failed restarts
-in a row the supervisor gives up: it stops the server, and ``serve`` ends with exit code 1.
+An operator watches the supervisor's ``/health`` (right at once in all of these cases) or Triton's ``/v2/health/ready``
+(true while a crashed engine loads again: unloading the model would throw that load away), never ``/v2/health/live``
+alone. After ``MAX_FAILURES`` failed restarts in a row the supervisor gives up: it stops the server, and ``serve`` ends
+with exit code 1.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -186,7 +187,7 @@ class ServerHandle:
         self._status = {"status": state, "engine": facts}
         if state != "ready":
             self._canary_due = time.monotonic()
-            if float(str(facts["down_s"])) > RELOAD_AFTER_S:
+            if engine_is_down(facts):
                 self._reload(f"the engine is {state} for {facts['down_s']} s")
         elif self._failures_grew(facts) or (facts["in_flight"] == 0 and time.monotonic() >= self._canary_due):
             self._canary_due = time.monotonic() + CANARY_INTERVAL_S
@@ -266,6 +267,15 @@ class ServerHandle:
         if self._health_server is not None:
             self._health_server.shutdown()
             self._health_server.server_close()
+
+
+def engine_is_down(facts: Mapping[str, object]) -> bool:
+    """Whether the model must be loaded anew, by the proxy's health answer ``facts``.
+
+    A large engine loads for minutes: as long as one is loading, a reload would only throw away what it has loaded.
+    """
+    away = facts["state"] != "ready" and float(str(facts["down_s"])) > RELOAD_AFTER_S
+    return away and not facts.get("loading", False)
 
 
 @contextmanager

@@ -90,6 +90,8 @@ class EngineLink:
         return {
             "state": self.state,
             "down_s": round(down_s, 3),
+            # A process that lives and is not ready yet; the watchdog ends it after start_timeout_s.
+            "loading": self.state != "ready" and process is not None and process.poll() is None,
             "restarts": self.restarts,
             "engine_pid": process.pid if process else None,
             "error": self.last_error if self.state != "ready" else None,

@@ -33,6 +33,8 @@ _CODES = {
     "INTERNAL": "INTERNAL",
 }
 PUBLISH_S = 2.0
+# The engine keeps deadlines itself; ours are for one that hangs or is not there, so it comes first.
+DEADLINE_SLACK_S = 0.1
 
 
 class Active:
@@ -45,6 +47,7 @@ class Active:
         self.sender = sender
         self.stream = stream
         self.arrived = self.polled = time.monotonic()
+        self.deadline_s = deadline_of(fields)
         self.life = None  # which engine process has it
         self.done = False
         self.held = None  # output not yet sent: everything for stream=false, else only within one sender round
@@ -176,6 +179,7 @@ class TritonPythonModel:
         facts = self.link.facts()
         facts["in_flight"] = len(self.active)
         facts["limits"] = self.link.limits
+        facts["max_queue"] = self.max_queue
         if with_samples:
             facts["samples"] = self.link.samples
         facts["error"] = without_detail(facts["error"]) if facts["error"] else None
@@ -289,10 +293,19 @@ class TritonPythonModel:
                 self._cancel_in_engine(active.id)
                 active.held = Held(error=Refused("CANCELLED", "the client closed the connection"))
                 self._flush(active)
+        elif active.deadline_s is not None and now - active.arrived > active.deadline_s + DEADLINE_SLACK_S:
+            self._expire(active)
         elif active.life is None and now - active.arrived > self.restart_wait_s and self._take(active.id):
             reason = without_detail(self.link.last_error or "the engine is starting")
             text = f"the engine is restarting ({reason}); this request waited {self.restart_wait_s:g} s"
             active.held = Held(error=Refused("UNAVAILABLE", f"{text}, try again"))
+            self._flush(active)
+
+    def _expire(self, active):
+        if self._take(active.id):
+            self._cancel_in_engine(active.id)
+            text = f"the request was not finished within its deadline_s = {active.deadline_s:g}"
+            active.held = Held(error=Refused("DEADLINE_EXCEEDED", text))
             self._flush(active)
 
 
@@ -381,6 +394,12 @@ def read_fields(request):
         if name != "id" and not name.startswith("triton_"):  # "id" of generate's JSON is request_id() already
             fields.setdefault(name, [value])
     return fields
+
+
+def deadline_of(fields):
+    """The request's ``deadline_s``, or None; what is no such number is left to the engine to refuse."""
+    value = fields.get("deadline_s", [None])[:1]
+    return float(value[0]) if value and type(value[0]) in (int, float) and value[0] > 0 else None
 
 
 def without_detail(reason):

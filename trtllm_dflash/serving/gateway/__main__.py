@@ -1,8 +1,8 @@
 """``python -m trtllm_dflash.serving.gateway --triton-url http://127.0.0.1:8000``: the front end as a process.
 
 ``trtllm-dflash serve --openai-port`` starts and supervises it; it can also be run by hand. SIGTERM drains: readiness
-turns false, new requests get 503, running ones may finish within the deadline. A second signal, SIGINT, or the end of
-the process that holds the leash, ends it at once.
+turns false, new requests get 503, running ones may finish within the deadline and are told with an error after it. A
+second signal, SIGINT, or the end of the process that holds the leash, ends it at once.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ import uvicorn
 from trtllm_dflash.serving.gateway.app import Gateway
 from trtllm_dflash.serving.gateway.settings import API_KEY_VARIABLE, GatewaySettings, hash_keys
 from trtllm_dflash.serving.log_format import LOG_FORMATS, configure_logging
+
+# How long the clients of requests that the drain did not finish may take to read their error.
+CUT_S = 1.0
 
 
 @click.command()
@@ -63,7 +66,12 @@ def main(
 
 def run(gateway: Gateway) -> None:
     """Serve until a signal ends it."""
-    config = uvicorn.Config(
+    DrainingServer(server_config(gateway), gateway).run()
+
+
+def server_config(gateway: Gateway) -> uvicorn.Config:
+    """How uvicorn serves the application."""
+    return uvicorn.Config(
         gateway.app,
         host=gateway.settings.host,
         port=gateway.settings.port,
@@ -71,11 +79,10 @@ def run(gateway: Gateway) -> None:
         log_config=None,
         server_header=False,
         timeout_keep_alive=30,
-        # Beyond the drain: what is left then is cut.
+        # After the drain and the errors of what was left then: clients that do not read even these.
         timeout_graceful_shutdown=1,
         h11_max_incomplete_event_size=64 << 10,
     )
-    DrainingServer(config, gateway).run()
 
 
 class DrainingServer(uvicorn.Server):
@@ -85,6 +92,7 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self._gateway = gateway
         self._drained_by = 0.0
+        self._cut_by: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Runs in the signal handler: only notes what to do."""
@@ -96,8 +104,11 @@ class DrainingServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """uvicorn asks ten times a second whether to go on serving."""
-        drained = self._gateway.in_flight == 0 or time.monotonic() > self._drained_by
-        if self._gateway.draining and drained:
+        now = time.monotonic()
+        if self._gateway.draining and self._cut_by is None and now > self._drained_by:
+            self._gateway.cut()
+            self._cut_by = now + CUT_S
+        if self._gateway.draining and (self._gateway.in_flight == 0 or (self._cut_by or now) < now):
             self.should_exit = True
         return await super().on_tick(counter)
 

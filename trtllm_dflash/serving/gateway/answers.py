@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,11 +16,13 @@ class Choice:
     """One sequence as it grows.
 
     Attributes:
-        index: its number in the answer. text, tokens: so far. details: log probabilities per token, when asked for.
+        index: its number in the answer. offset: characters of its text before the next token's: at first the echoed
+        prompt's. text, tokens: so far. details: log probabilities per token, when asked for.
         finish_reason: set at the end. metrics: facts of the request, at the end.
     """
 
     index: int
+    offset: int = 0
     texts: list[str] = field(default_factory=list)
     tokens: int = 0
     details: list[dict[str, Any]] = field(default_factory=list)
@@ -86,11 +89,10 @@ class CompletionShape:
 
     def part(self, choice: Choice, text: str, details: list[dict[str, Any]], wanted: bool) -> dict[str, Any]:
         """New output of a choice."""
-        offset = len(choice.text) - len(text)
         return {
             "index": choice.index,
             "text": text,
-            "logprobs": _legacy_logprobs(details, offset) if wanted else None,
+            "logprobs": _legacy_logprobs(details, choice) if wanted else None,
             "finish_reason": choice.finish_reason,
         }
 
@@ -108,13 +110,25 @@ class Answer:
     Args:
         shape: chat or completion. identity: the request's id. model: the name in the answer.
         logprobs: the client wants log probabilities. choices: number of sequences. prompts: number of prompts.
+        echoed: the prompt's characters that each choice's text begins with, when they are echoed.
     """
 
-    def __init__(self, shape: Shape, *, identity: str, model: str, logprobs: bool, choices: int, prompts: int) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        identity: str,
+        model: str,
+        logprobs: bool,
+        choices: int,
+        prompts: int,
+        echoed: Sequence[int] = (),
+    ) -> None:
         self.shape = shape
         self.identity = identity
         self.logprobs = logprobs
-        self.choices = [Choice(index) for index in range(choices)]
+        offsets = echoed or [0] * choices
+        self.choices = [Choice(index, offset) for index, offset in enumerate(offsets)]
         self._per_prompt = choices // prompts
         head = {"id": identity, "object": shape.chunk, "created": int(time.time()), "model": model}
         self._head = {**head, "object": shape.document}
@@ -179,15 +193,24 @@ class Answer:
         }
 
 
-def _legacy_logprobs(details: list[dict[str, Any]], offset: int) -> dict[str, Any]:
-    """The older shape: parallel lists, alternatives as a mapping from text."""
+def _legacy_logprobs(details: list[dict[str, Any]], choice: Choice) -> dict[str, Any]:
+    """The older shape: parallel lists, alternatives as a mapping from text.
+
+    Offsets follow the tokens, not the text of the same event, from which a part may be held back.
+    """
     offsets = []
     for entry in details:
-        offsets.append(offset)
-        offset += len(entry["token"])
+        offsets.append(choice.offset)
+        choice.offset += _characters(entry)
     return {
         "tokens": [entry["token"] for entry in details],
         "token_logprobs": [entry["logprob"] for entry in details],
         "top_logprobs": [{top["token"]: top["logprob"] for top in entry["top_logprobs"]} for entry in details],
         "text_offset": offsets,
     }
+
+
+def _characters(entry: dict[str, Any]) -> int:
+    """Characters that begin in a token. One that is spread over several tokens begins in the first."""
+    raw = entry.get("bytes")
+    return len(entry["token"]) if raw is None else sum(1 for byte in raw if byte & 0xC0 != 0x80)

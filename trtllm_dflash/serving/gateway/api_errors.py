@@ -74,6 +74,11 @@ class ApiError(Exception):
         return headers
 
 
+def shutting_down() -> ApiError:
+    """The server is about to end: for requests that it does not take any more, or cannot finish."""
+    return ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=5)
+
+
 def http_error(status: int) -> ApiError:
     """An error of the HTTP layer itself: unknown path, wrong method."""
     return ApiError(status, HTTPStatus(status).phrase.lower(), code=HTTPStatus(status).phrase.lower().replace(" ", "_"))

@@ -19,13 +19,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from trtllm_dflash.serving.gateway.answers import Answer, ChatShape, CompletionShape, Shape
-from trtllm_dflash.serving.gateway.api_errors import CLIENT_CLOSED, ApiError, http_error
+from trtllm_dflash.serving.gateway.api_errors import CLIENT_CLOSED, ApiError, http_error, shutting_down
+from trtllm_dflash.serving.gateway.early_end import EarlyEnd
 from trtllm_dflash.serving.gateway.gateway_metrics import GatewayMetrics
 from trtllm_dflash.serving.gateway.generation import EventStream, answer_when_done, unless_left
 from trtllm_dflash.serving.gateway.replicas import ReplicaPool
 from trtllm_dflash.serving.gateway.schema import ChatBody, CompletionBody, parse_body
 from trtllm_dflash.serving.gateway.settings import MAX_TRITON_BODY_BYTES, GatewaySettings
-from trtllm_dflash.serving.gateway.triton_inputs import inputs_of
+from trtllm_dflash.serving.gateway.triton_inputs import echoed_characters, inputs_of
 
 _log = logging.getLogger("trtllm_dflash.gateway")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
@@ -51,6 +52,7 @@ class Gateway:
         self.metrics = GatewayMetrics(self.pool.replicas)
         self.draining = False
         self.in_flight = 0
+        self._early_ends: set[EarlyEnd] = set()
         self._began = int(time.time())
         # No pages of documentation: they load scripts from elsewhere, and the API is OpenAI's.
         self.app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, lifespan=self._lifespan)
@@ -74,6 +76,12 @@ class Gateway:
         finally:
             await self.pool.close()
 
+    def cut(self) -> None:
+        """End every request that is being answered, each with an error that its client is told of."""
+        self.draining = True
+        for early_end in list(self._early_ends):
+            early_end.end(shutting_down())
+
     # ---- generation
 
     async def _chat(self, request: Request) -> Response:
@@ -94,7 +102,10 @@ class Gateway:
         settings = self.settings
         if body.model not in settings.served_names:
             raise _no_such_model(body.model)
-        several = inputs_of(body, max_choices=settings.max_choices)
+        # More than the replicas can ever hold would be told to try again for ever.
+        capacity = self.pool.capacity
+        most = settings.max_choices if capacity is None else min(settings.max_choices, capacity)
+        several = inputs_of(body, max_choices=most)
         for inputs in several:
             size = sum(len(value.encode()) for value in inputs.values() if isinstance(value, str))
             if size > MAX_TRITON_BODY_BYTES // 2:
@@ -106,9 +117,15 @@ class Gateway:
             logprobs=logprobs,
             choices=len(several),
             prompts=prompts,
+            echoed=[echoed_characters(inputs) for inputs in several],
         )
         request.state.facts = {"completion_id": answer.identity, "choices": len(several)}
         events = EventStream(self.pool, several, answer)
+        early_end: EarlyEnd = request.state.early_end
+        early_end.on_end(events.end)
+        if body.deadline_s is not None:
+            elapsed_s = time.perf_counter() - request.state.began
+            early_end.end_at_deadline(body.deadline_s, elapsed_s=elapsed_s)
         if not body.stream:
             return await answer_when_done(request, events, on_first=self._first_output(request))
         # The first event first: a refusal then still has its own status.
@@ -143,7 +160,8 @@ class Gateway:
             return bytes(raw)
 
         try:
-            return await asyncio.wait_for(read(), self.settings.body_timeout_s)
+            early_end: EarlyEnd = request.state.early_end
+            return await early_end.unless_ended(asyncio.wait_for(read(), self.settings.body_timeout_s))
         except asyncio.TimeoutError:
             raise ApiError(408, "the body did not arrive in time", code="timeout") from None
         except ClientDisconnect:
@@ -199,13 +217,14 @@ class Gateway:
                 return self._ended(request, error, headers)
             if self.draining:
                 headers["connection"] = "close"
-                problem = ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=5)
-                return self._ended(request, problem, headers)
+                return self._ended(request, shutting_down(), headers)
             if self.in_flight >= self.settings.max_in_flight:
                 text = f"queue: {self.in_flight} requests are being answered, the limit of this server"
                 return self._ended(request, ApiError(429, text, code="queue_full", retry_after_s=1), headers)
             self.in_flight += 1
             self.metrics.in_flight.inc()
+            state.early_end = EarlyEnd()
+            self._early_ends.add(state.early_end)
             streaming = False
             try:
                 response = await handler(request)
@@ -222,7 +241,7 @@ class Gateway:
                 return self._ended(request, ApiError(500, text, code="internal_error"), headers)
             finally:
                 if not streaming:
-                    self._left()
+                    self._left(request)
 
         return guarded
 
@@ -242,11 +261,13 @@ class Gateway:
         def end(answer: Answer, status: int, error: ApiError | None) -> None:
             request.state.facts["completion_tokens"] = sum(choice.tokens for choice in answer.choices)
             self._count(request, status, error)
-            self._left()
+            self._left(request)
 
         return end
 
-    def _left(self) -> None:
+    def _left(self, request: Request) -> None:
+        request.state.early_end.forget()
+        self._early_ends.discard(request.state.early_end)
         self.in_flight -= 1
         self.metrics.in_flight.dec()
 

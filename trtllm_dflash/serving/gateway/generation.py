@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from trtllm_dflash.serving.gateway.answers import Answer
-from trtllm_dflash.serving.gateway.api_errors import CLIENT_CLOSED, ApiError
+from trtllm_dflash.serving.gateway.api_errors import CLIENT_CLOSED, ApiError, shutting_down
 from trtllm_dflash.serving.gateway.replicas import ReplicaPool
 
 Event = tuple[int, dict[str, Any]]
@@ -40,6 +40,14 @@ class EventStream:
         self._first: list[Event] = []
         self._failure: ApiError | None = None
 
+    def end(self, error: ApiError) -> None:
+        """End every sequence now; :meth:`next` raises ``error`` instead of waiting for the model server."""
+        self._failure = error
+        for task in self._tasks:
+            task.cancel()
+        if self._queue.empty():  # else nobody waits for it
+            self._queue.put_nowait(error)
+
     async def begin(self) -> None:
         """Start every sequence and wait for the first event; raises ``ApiError`` when it is a refusal."""
         self._tasks = [asyncio.create_task(self._run(index)) for index in range(len(self._several))]
@@ -55,10 +63,10 @@ class EventStream:
         if self._first:
             batch, self._first = self._first, []
             return batch
-        if self._failure is not None:
-            raise self._failure
         batch = []
         while self._running and not batch:
+            if self._failure is not None:
+                raise self._failure
             item = await self._queue.get()
             while True:
                 if item is None:
@@ -171,6 +179,10 @@ class _SseResponse(Response):
             status = problem.status if problem is not None else 200
         except ApiError as error:  # the client left
             status, problem = error.status, error
+        except asyncio.CancelledError:  # uvicorn's last resort, for a client that does not even read the error
+            problem = shutting_down()
+            status = problem.status
+            raise
         finally:
             await self._events.close()
             self._on_end(self._events.answer, status, problem)

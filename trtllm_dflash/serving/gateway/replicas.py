@@ -39,6 +39,12 @@ class Replica:
         self.stream_url = f"{base}/generate_stream"
 
     @property
+    def capacity(self) -> int | None:
+        """Slots and places in the queue; None before it has said so. They stay when it becomes unreachable."""
+        slots, places = self.facts.get("limits", {}).get("max_batch_size"), self.facts.get("max_queue")
+        return None if slots is None or places is None else int(slots) + int(places)
+
+    @property
     def load(self) -> float:
         """Sequences in flight over slots: what it already runs for others counts too."""
         slots = max(int(self.facts.get("limits", {}).get("max_batch_size", 1)), 1)
@@ -82,6 +88,13 @@ class ReplicaPool:
     def ready(self) -> bool:
         """Whether some replica's engine answers requests now."""
         return any(replica.state == "ready" for replica in self.replicas)
+
+    @property
+    def capacity(self) -> int | None:
+        """Sequences that all replicas together can ever hold, running and waiting; None while that is not known."""
+        each = [replica.capacity for replica in self.replicas]
+        known = [capacity for capacity in each if capacity is not None]
+        return sum(known) if len(known) == len(each) else None
 
     def order(self) -> list[Replica]:
         """Replicas to try, best first: ready and least loaded. One whose engine is restarting lets requests wait."""

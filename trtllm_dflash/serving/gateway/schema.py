@@ -216,12 +216,15 @@ def _invalid(param: str, expected: str) -> ApiError:
 
 
 def _readable(errors: Sequence[Mapping[str, Any]], raw: bytes) -> ApiError:
-    """One error for the client: of a union's complaints the one that went deepest into the value."""
+    """One error for the client: of a union's complaints the one that went deepest into the value.
+
+    Equally deep ones that only say "another type" come from the members that were not meant.
+    """
     if errors[0]["type"] == "json_invalid":
         return ApiError(400, "the body is not valid JSON", code="invalid_json")
     document = json.loads(raw)
-    located = [(_path_in(document, error["loc"]), error) for error in errors]
-    names, worst = max(located, key=lambda pair: len(pair[0]))
+    located = [(_path_in(document, error["loc"], missing=error["type"] == "missing"), error) for error in errors]
+    names, worst = max(located, key=lambda pair: (len(pair[0]), not str(pair[1]["type"]).endswith("_type")))
     param = ".".join(map(str, names))[:200]
     kind, message = str(worst["type"]), str(worst["msg"])
     if kind == "extra_forbidden":
@@ -229,13 +232,17 @@ def _readable(errors: Sequence[Mapping[str, Any]], raw: bytes) -> ApiError:
         return ApiError(400, text, param=param, code="unsupported_parameter")
     if kind == "missing":
         return ApiError(400, f"{param}: this parameter is required", param=param, code="missing_required_parameter")
+    if kind.endswith("_type"):
+        # Every member wants another type there: say all of them.
+        here = [str(error["msg"]) for path, error in located if path == names and str(error["type"]).endswith("_type")]
+        message = " or ".join(dict.fromkeys([message, *(text.removeprefix("Input should be ") for text in here[1:])]))
     value = repr(worst.get("input"))
     shown = value if len(value) <= 100 else f"{value[:100]}…"
     text = f"{param or 'body'}: {message[0].lower()}{message[1:]}, got {shown}"
     return ApiError(400, text, param=param or None, code="invalid_value")
 
 
-def _path_in(document: Any, location: Sequence[str | int]) -> list[str | int]:
+def _path_in(document: Any, location: Sequence[str | int], *, missing: bool) -> list[str | int]:
     """The parts of pydantic's location that are in the body; the others name the members of a union."""
     path: list[str | int] = []
     for index, part in enumerate(location):
@@ -245,6 +252,6 @@ def _path_in(document: Any, location: Sequence[str | int]) -> list[str | int]:
         if inside:
             document = document[part]
             path.append(part)
-        elif index == len(location) - 1 and isinstance(document, dict) and part != "[key]":
-            path.append(part)  # a field that is missing
+        elif missing and index == len(location) - 1:
+            path.append(part)
     return path

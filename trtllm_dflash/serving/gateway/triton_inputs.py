@@ -22,10 +22,12 @@ def inputs_of(body: ChatBody | CompletionBody, *, max_choices: int) -> list[Inpu
     n = body.n or 1
     prompts = [_chat_prompt(body)] if isinstance(body, ChatBody) else _prompts(body)
     if len(prompts) * n > max_choices:
+        param = "n" if n > 1 else "prompt"
         raise ApiError(
             400,
-            f"n: got {len(prompts)} prompts of {n} sequences each, expected at most {max_choices} in one request",
-            param="n",
+            f"{param}: got {len(prompts)} prompts of {n} sequences each, expected at most {max_choices} sequences in "
+            "one request, by this server's slots, queue and settings",
+            param=param,
             code="invalid_value",
         )
     sampling = _sampling(body)
@@ -35,6 +37,11 @@ def inputs_of(body: ChatBody | CompletionBody, *, max_choices: int) -> list[Inpu
             seed = {} if body.seed is None else {"seed": (body.seed + index) % 2**64}
             several.append({**prompt, **sampling, **seed, "stream": True})
     return several
+
+
+def echoed_characters(inputs: Inputs) -> int:
+    """Characters of the prompt that one sequence's text begins with."""
+    return 0 if inputs.get("exclude_input_in_output", True) else len(inputs["text_input"])
 
 
 def _sampling(body: ChatBody | CompletionBody) -> Inputs:
