@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import fcntl
 import json
 import os
@@ -13,6 +14,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,17 @@ _WORKER_ENVIRONMENT = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH", "CUDA_HOME",
 _FIRST_DESCRIPTOR = 200
 WORKER = ("-m", "trtllm_dflash.engine.plan_worker")
 """Arguments of the Python process that makes one plan."""
+
+
+@cache
+def _compile_modules() -> None:
+    """Compile this package to bytecode before a worker imports it.
+
+    A worker that compiles a module itself lays out its memory differently from the next one, which reads the bytecode;
+    TensorRT-RTX writes some of what lies at those places into the plan. Where bytecode cannot be kept, every worker
+    compiles, and all are alike again.
+    """
+    compileall.compile_dir(Path(errors.__file__).parent, quiet=2)
 
 
 @dataclass(frozen=True)
@@ -134,6 +147,7 @@ def run_plan_worker(job: PlanJob, progress: BuildProgress | None) -> tuple[PlanF
     Raises:
         BuildError and what else the worker raised; BuildError when it died.
     """
+    _compile_modules()
     # Nothing of how this command was called may reach the worker: see its docstring.
     search = [str(Path(errors.__file__).parents[1]), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     absolute = dict.fromkeys(os.path.abspath(entry) for entry in search)
