@@ -164,3 +164,39 @@ def collect_first(connection: wire.Connection) -> wire.Delta:
         if isinstance(message := connection.receive(), wire.Delta):
             return message
     raise AssertionError("no output within 10 s")
+
+
+class _StuckEngine(CountingEngine):
+    """Takes in no request until it is let go."""
+
+    def __init__(self, let_go: threading.Event) -> None:
+        super().__init__(0.002)
+        self._let_go = let_go
+
+    def submit(self, *args: object, **options: object) -> str:
+        self._let_go.wait(30)
+        return super().submit(*args, **options)  # type: ignore[arg-type]
+
+
+def test_a_request_that_is_never_queued_is_a_stall() -> None:
+    ours, theirs = socket.socketpair()
+    let_go = threading.Event()
+    server = engine_server(_StuckEngine(let_go), wire.Connection(theirs))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    connection = wire.Connection(ours)
+    connection.send(wire.Generate("1", {"text_input": ["hi"], "max_tokens": [2]}))
+    stalls: list[float] = []
+    while not stalls or (stalls[-1] < 0.8 and len(stalls) < 20):
+        if isinstance(message := connection.receive(), wire.Heartbeat):
+            assert message.stats["running"] + message.stats["waiting"] == 0
+            stalls.append(message.stalled_s)
+    assert stalls[-1] >= 0.8
+    let_go.set()
+    collect(connection, "1")
+    while not isinstance(message := connection.receive(), wire.Heartbeat):
+        pass
+    assert message.stalled_s < 0.8
+    connection.close()
+    thread.join(timeout=5)
+    assert not thread.is_alive()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, cast
 
+from trtllm_dflash.config.repetition_limits import MAX_REPETITIONS, largest_repetition
 from trtllm_dflash.errors import RequestError
 
 GrammarKind = Literal["json_schema", "json_object", "regex", "grammar"]
@@ -23,7 +24,7 @@ class StructuredOutput:
     Attributes:
         kind: ``json_schema`` (``text`` is the schema), ``json_object`` (no text), ``regex`` (the whole output matches),
         or ``grammar`` (EBNF in GBNF's notation, its start rule called ``root``).
-        text: at most 64 KiB.
+        text: at most 64 KiB, with counts of repetition of at most 10,000.
     """
 
     kind: GrammarKind
@@ -51,6 +52,10 @@ class StructuredOutput:
             raise RequestError(_FIELD, {kind: _shortened(content)}, f"a text that is not empty for {kind}")
         if len(text.encode("utf-8", errors="replace")) > MAX_GRAMMAR_BYTES:
             raise RequestError(_FIELD, f"a {kind} of {len(text)} characters", f"at most {MAX_GRAMMAR_BYTES} bytes")
+        if (count := largest_repetition(kind, text)) > MAX_REPETITIONS:
+            raise RequestError(
+                _FIELD, {kind: _shortened(text)}, f"counts of repetition of at most {MAX_REPETITIONS}, not {count}"
+            )
         return StructuredOutput(kind, text)
 
 

@@ -10,8 +10,10 @@ Grammars are xgrammar's (https://github.com/mlc-ai/xgrammar, arXiv 2411.15100): 
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -21,65 +23,130 @@ from transformers import PreTrainedTokenizerBase
 
 from trtllm_dflash.config.structured_output import StructuredOutput
 from trtllm_dflash.errors import EngineError, RequestError
+from trtllm_dflash.runtime.grammar_process import GrammarProcesses
+from trtllm_dflash.runtime.grammar_worker import TokenizerFacts
+from trtllm_dflash.runtime.outputs import ErrorKind
 
 _FIELD = "structured_output"
+PREPARE_TIMEOUT_S = 10.0
+PREPARE_WORKERS = 4
 _CACHE_BYTES = 256 << 20
+_CACHE_ENTRIES = 1024
 _ROW_BITS = 32
 _FIRST_PRINTABLE = 0x20
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer on a worker thread, and remembers them.
+    """Prepares grammars for one tokenizer in processes of its own, and remembers them.
+
+    A caller's thread never parses or compiles: xgrammar cannot be interrupted, and some short texts keep it busy for
+    minutes.
 
     Args:
-        tokenizer: the target's. vocab_size: V, the width of masks.
+        tokenizer: the target's. vocab_size: V, the width of masks. timeout_s: seconds for one grammar.
+        workers: grammars that are prepared at once, so that a slow one holds up few others.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        vocab_size: int,
+        *,
+        timeout_s: float = PREPARE_TIMEOUT_S,
+        workers: int = PREPARE_WORKERS,
+    ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._compilers: dict[bool, Any] = {}
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
+        self._processes = GrammarProcesses(timeout_s)
+        self._workers = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="grammar")
+        # Guards what follows. Facts are made under their own lock, which may take a second.
+        self._lock = threading.Lock()
+        self._remembered: OrderedDict[StructuredOutput, Future[Any]] = OrderedDict()
+        self._remembered_bytes = 0
+        self._facts_lock = threading.Lock()
+        self._facts: dict[bool, tuple[TokenizerFacts, Any]] = {}
 
     def start(self, wanted: StructuredOutput, stop_ids: Sequence[int], on_ready: Callable[[], None]) -> GrammarRun:
-        """Check a grammar now and compile it in the background.
+        """Prepare a grammar in the background; returns at once.
 
         Args:
-            stop_ids: what ends the request's output. on_ready: called, on any thread, when the run can be used.
+            stop_ids: what ends the request's output. on_ready: called, on any thread, when the run can be used or has
+            failed. Whether the text is a grammar is known only then.
 
         Raises:
-            RequestError: it is not a grammar, xgrammar is not installed, or nothing could end the output.
+            RequestError: xgrammar is not installed, or nothing could end the output. EngineError: this is closed.
         """
         if not stop_ids:
             raise RequestError(
                 "ignore_eos", True, "false with structured_output, or stop_token_ids: the form's end is a stop token"
             )
-        parsed = _parse(wanted)
+        _library()
         try:
-            future = self._worker.submit(self._compile, parsed, wanted.kind.startswith("json"))
+            future = self._future(wanted)
         except RuntimeError as error:
             raise EngineError("the engine is closed") from error
         future.add_done_callback(lambda _: on_ready())
         return GrammarRun(future, stop_ids)
 
     def close(self) -> None:
-        """Compile nothing more."""
-        self._worker.shutdown(wait=False, cancel_futures=True)
+        """Prepare nothing more; what is being prepared fails."""
+        self._workers.shutdown(wait=False, cancel_futures=True)
+        self._processes.close()
 
-    def _compile(self, parsed: Any, is_json: bool) -> Any:
-        if is_json not in self._compilers:
-            facts = _tokenizer_facts(self._tokenizer, self._vocab_size, is_json=is_json)
-            self._compilers[is_json] = _library().GrammarCompiler(facts, max_threads=1, cache_limit_bytes=_CACHE_BYTES)
-        return self._compilers[is_json].compile_grammar(parsed)
+    def _future(self, wanted: StructuredOutput) -> Future[Any]:
+        """The remembered or running preparation of this grammar, else a new one."""
+        with self._lock:
+            future = self._remembered.get(wanted)
+            if future is not None:
+                self._remembered.move_to_end(wanted)
+                return future
+            future = self._remembered[wanted] = self._workers.submit(self._compile, wanted)
+        future.add_done_callback(lambda done: self._keep(wanted, done))
+        return future
+
+    def _keep(self, wanted: StructuredOutput, done: Future[Any]) -> None:
+        """Remember what succeeded, as far as there is room; a failure may have been the machine's, so forget it."""
+        with self._lock:
+            if done.cancelled() or done.exception() is not None:
+                self._remembered.pop(wanted, None)
+                return
+            self._remembered_bytes += _size(done)
+            for oldest in list(self._remembered):
+                if self._remembered_bytes <= _CACHE_BYTES and len(self._remembered) <= _CACHE_ENTRIES:
+                    break
+                if oldest != wanted and (found := self._remembered[oldest]).done():
+                    self._remembered_bytes -= _size(found)
+                    del self._remembered[oldest]
+
+    def _compile(self, wanted: StructuredOutput) -> Any:
+        is_json = wanted.kind.startswith("json")
+        with self._facts_lock:
+            if is_json not in self._facts:
+                facts = _tokenizer_facts(self._tokenizer, self._vocab_size, is_json=is_json)
+                self._facts[is_json] = (facts, facts.info())
+            facts, info = self._facts[is_json]
+        serialised = self._processes.prepare(wanted, "json" if is_json else "text", facts)
+        return _library().CompiledGrammar.deserialize_json(serialised.decode(), info)
 
 
 class GrammarRun:
-    """The grammar of one request, and where in it the output is. Used by the engine's thread only."""
+    """The grammar of one request, and where in it the output is. Used by the engine's thread only, but for ``wait``."""
 
     def __init__(self, compiled: Future[Any], stop_ids: Sequence[int]) -> None:
         self._compiled = compiled
         self._stop_ids = list(stop_ids)
         self._matcher: Any = None
+
+    def wait(self) -> None:
+        """Block until it is prepared.
+
+        Raises:
+            RequestError: it is no grammar, does not compile or took too long. EngineError: it could not be prepared.
+        """
+        try:
+            self._compiled.result()
+        except CancelledError as error:
+            raise EngineError("the engine is closed") from error
 
     @property
     def is_ready(self) -> bool:
@@ -88,13 +155,21 @@ class GrammarRun:
 
     @property
     def failure(self) -> str | None:
-        """Why it could not be compiled."""
+        """Why it could not be prepared."""
         if not self._compiled.done():
             return None
         if self._compiled.cancelled():
             return f"{_FIELD}: the engine was closed before the grammar was compiled"
         error = self._compiled.exception()
-        return None if error is None else f"{_FIELD}: the grammar could not be compiled ({_first_line(error)})"
+        if error is None:
+            return None
+        return error.message if isinstance(error, RequestError) else f"{_FIELD}: it could not be prepared ({error})"
+
+    @property
+    def failure_kind(self) -> ErrorKind:
+        """Whose failure it is: the request's, or the engine's."""
+        is_request = not self._compiled.cancelled() and isinstance(self._compiled.exception(), RequestError)
+        return "request" if is_request else "engine"
 
     def advance(self, tokens: Sequence[int]) -> bool:
         """Move by emitted tokens. False when one of them is not in the grammar: nothing can complete it any more."""
@@ -153,38 +228,19 @@ def allowed_tokens(runs: Sequence[GrammarRun | None], drafts: Tensor, vocab_size
     return wide.view(batch, rows, words * _ROW_BITS)[..., :vocab_size].bool()
 
 
-def _parse(wanted: StructuredOutput) -> Any:
-    grammar = _library().Grammar
-    try:
-        if wanted.kind == "regex":
-            return grammar.from_regex(wanted.text)
-        if wanted.kind == "grammar":
-            return grammar.from_ebnf(wanted.text)
-        # One fixed layout: with free white space a sampled output may consist of nothing else.
-        if wanted.kind == "json_object":
-            return grammar.from_json_schema('{"type": "object"}', any_whitespace=False, strict_mode=False)
-        return grammar.from_json_schema(wanted.text, any_whitespace=False)
-    except RuntimeError as error:
-        shown = wanted.text if len(wanted.text) <= 80 else wanted.text[:77] + "..."
-        raise RequestError(_FIELD, {wanted.kind: shown}, f"a valid {wanted.kind}: {_first_line(error)}") from error
-
-
-def _tokenizer_facts(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, is_json: bool) -> Any:
+def _tokenizer_facts(tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, is_json: bool) -> TokenizerFacts:
     """xgrammar's view of the vocabulary, in which tokens without text can be in no grammar.
 
     These are the special tokens, which leave nothing in the output, whatever they are called; and for JSON, of one line
     here, all that hold a control character: xgrammar (0.2) lets strings of a bounded length contain them.
     """
-    library = _library()
-    found = library.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)
+    found = _library().TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)
     special = {*tokenizer.all_special_ids, *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)}
     texts = [
         b"" if index in special or (is_json and any(byte < _FIRST_PRINTABLE for byte in text)) else text
         for index, text in enumerate(found.decoded_vocab)
     ]
-    return library.TokenizerInfo(
-        texts, library.VocabType.RAW, vocab_size=vocab_size, add_prefix_space=found.add_prefix_space
-    )
+    return TokenizerFacts(texts, vocab_size, bool(found.add_prefix_space))
 
 
 def _is_allowed(row: Tensor, token: int) -> bool:
@@ -210,7 +266,5 @@ def _library() -> Any:
     return xgrammar
 
 
-def _first_line(error: BaseException) -> str:
-    """xgrammar's message without the time and the place in its sources."""
-    text = str(error).strip().splitlines() or [type(error).__name__]
-    return text[0].split(": ", 1)[-1] if text[0].startswith("[") else text[0]
+def _size(done: Future[Any]) -> int:
+    return int(done.result().memory_size_bytes)

@@ -187,6 +187,9 @@ class LLM:
         each = _as_params(params, len(several))
         specs = [self._spec(prompt, one) for prompt, one in zip(several, each, strict=True)]
         grammars = [self._grammar(spec) for spec in specs]
+        for grammar in grammars:
+            if grammar is not None:
+                grammar.wait()
         collectors = [_Collector(index, spec, on_chunk) for index, spec in enumerate(specs)]
         submitted: list[str] = []
         try:
@@ -256,7 +259,8 @@ class LLM:
             cache_salt: only requests of the same salt share cached prefixes with this one.
 
         Raises:
-            RequestError: invalid prompt or parameters. QueueFullError: too many wait. Nothing was queued.
+            RequestError: invalid prompt or parameters. QueueFullError: too many wait. Nothing was queued. A form for
+            the output is checked later: an invalid one ends the request with reason ``error``, of kind ``request``.
         """
         spec = self._spec(prompt, params)
         spec = replace(

@@ -131,6 +131,11 @@ class Request:
         """Why it cannot go on, found outside a pass."""
         return None if self.grammar is None else self.grammar.failure
 
+    @property
+    def failure_kind(self) -> ErrorKind:
+        """Whose failure that is."""
+        return "engine" if self.grammar is None else self.grammar.failure_kind
+
     def go_back(self) -> None:
         """After a preemption: everything but the last token will be computed again."""
         self.prefilled = 0

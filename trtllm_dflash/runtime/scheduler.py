@@ -172,7 +172,7 @@ class Scheduler:
                 if request.cancelled:
                     found.append(Ending(request, "cancelled"))
                 elif request.failure is not None:
-                    found.append(Ending(request, "error", request.failure, "request"))
+                    found.append(Ending(request, "error", request.failure, request.failure_kind))
                 elif request.deadline is not None and now >= request.deadline:
                     self.counters["requests_expired"] += not request.is_expired
                     request.is_expired = True

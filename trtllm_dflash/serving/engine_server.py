@@ -99,6 +99,8 @@ class EngineServer:
         self._outgoing: queue.SimpleQueue[wire.Message | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._progressed_at = time.monotonic()
+        # Since when the reader has been busy with one message; None while it waits for the next.
+        self._handling_since: float | None = None
         self._draining = threading.Event()
         self._cut = threading.Event()
         self._writer = threading.Thread(target=self._write, name="wire-writer", daemon=True)
@@ -114,12 +116,14 @@ class EngineServer:
             thread.start()
         try:
             while (message := self._connection.receive()) is not None and not isinstance(message, wire.Shutdown):
+                self._handling_since = time.monotonic()
                 if isinstance(message, wire.Generate):
                     self._submit(message)
                 elif isinstance(message, wire.Cancel):
                     self._engine.cancel(message.id)
                 else:
                     raise wire.WireError(f"unexpected {type(message).__name__} from the proxy")
+                self._handling_since = None
         finally:
             self._closed.set()
             self._outgoing.put(None)
@@ -198,6 +202,8 @@ class EngineServer:
         if chunk.finish_reason == "error":
             _log.error("request %s failed: %s", client_id or chunk.request_id, chunk.error)
             reason = without_paths(chunk.error or "the engine failed on this request; see the server's log")
+            if chunk.error_kind == "request":
+                reason = _with_input_name(reason)
             code = _CODES.get(chunk.error_kind, "INTERNAL")
             self._fail(chunk, code, reason, counted=counted)
             return
@@ -245,6 +251,10 @@ class EngineServer:
             if total != counted or stats.running + stats.waiting == 0:
                 counted, self._progressed_at = total, now
             stalled_s = max(0.0, now - self._progressed_at)
+            # A request that the proxy has sent and that is not queued yet is in no counter of the engine, and what is
+            # behind it (cancellations too) waits in the socket.
+            if (since := self._handling_since) is not None:
+                stalled_s = max(stalled_s, now - since)
             facts = {
                 name: int(getattr(stats, name))
                 for name in ("pages_total", "pages_free", "pages_used", "pages_cached", "running", "waiting")
@@ -260,6 +270,12 @@ def _in_tensor_names(error: RequestError) -> str:
     if len(value) > MAX_ECHOED_CHARACTERS:
         value = f"{value[:MAX_ECHOED_CHARACTERS]}… ({len(value)} characters)"
     return without_paths(f"{field}: got {value}, expected {error.allowed}")
+
+
+def _with_input_name(reason: str) -> str:
+    """A reason that begins with a field, with the field called as the client knows it."""
+    field, colon, rest = reason.partition(":")
+    return f"{_INPUT_NAMES.get(field, field)}{colon}{rest}"
 
 
 def _log_facts(name: str, chunk: OutputChunk) -> dict[str, object]:

@@ -80,7 +80,7 @@ class Heartbeat:
 
     Attributes:
         stats: pages, requests and counters of the engine. stalled_s: seconds since the last progress while there is
-            work, else 0.
+            work, or since the message began that is still being taken in, else 0.
         samples: values of ``metric_definitions``' metrics, each ``[sample name, {label: value}, number]``.
     """
 

@@ -31,7 +31,7 @@ class EngineLink:
         on_ready: called when an engine became ready, on the keeper thread. on_lost: called with its number and the
         reason when one ended. log: takes one line of text. start_timeout_s: a load that takes longer is killed.
         heartbeat_timeout_s: silence after which the process counts as hung.
-        stall_timeout_s: time without progress on running requests after which it counts as hung.
+        stall_timeout_s: time without progress on running requests, or on taking one in, after which it counts as hung.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class EngineLink:
                 self.stats = message.stats
                 self.samples = message.samples
                 if message.stalled_s > self._stall_timeout_s:
-                    self._kill(f"the engine made no progress on running requests for {message.stalled_s:.0f} s")
+                    self._kill(f"the engine made no progress on its requests for {message.stalled_s:.0f} s")
             else:
                 self._on_message(message)
         with self._lock:
