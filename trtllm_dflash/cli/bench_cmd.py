@@ -10,6 +10,8 @@ import click
 
 from trtllm_dflash.cli.load_options import load_options, workload_from_options
 from trtllm_dflash.cli.progress_bar import plan_progress
+from trtllm_dflash.cli.speculation_option import speculation_option
+from trtllm_dflash.config.sampling import SpeculationMode
 
 if TYPE_CHECKING:
     from trtllm_dflash.bench.measurement import Measurement, Percentiles
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 @click.option("--request-rate", type=float, metavar="R", help="Poisson arrivals, R a second, instead.")
 @click.option("--num-prompts", type=int, default=32, show_default=True, help="Measured requests.")
 @click.option("--warm-up", type=int, help="Requests before them, not measured.  [default: the concurrency]")
-@click.option("--speculation/--no-speculation", default=None, help="[default: speculation if the engine has a drafter]")
+@speculation_option
 @click.option("--block-size", type=int, help="Block size S for this run, up to the engine's.")
 @click.option("--kv-cache-tokens", type=int, help="Tokens of the KV cache.  [default: what this load needs]")
 @click.option(
@@ -55,7 +57,7 @@ def bench(
     request_rate: float | None,
     num_prompts: int,
     warm_up: int | None,
-    speculation: bool | None,
+    speculation: SpeculationMode,
     block_size: int | None,
     kv_cache_tokens: int | None,
     prefix_cache: bool,
@@ -85,7 +87,7 @@ def bench(
         raise click.UsageError("give --engines or --url, one of them")
     if url is not None and cycle_table is not None:
         raise click.UsageError("--cycle-table belongs to --engines: cycles of a server cannot be timed from outside")
-    if url is not None and (speculation is not None or block_size is not None or kv_cache_tokens is not None):
+    if url is not None and (speculation != "auto" or block_size is not None or kv_cache_tokens is not None):
         raise click.UsageError(
             "--speculation, --block-size and --kv-cache-tokens are the server's business: it has them"
         )
@@ -98,7 +100,7 @@ def bench(
         label=engines.name if engines is not None else str(url),
         engines=engines,
         url=url,
-        speculation="auto" if speculation is None else "on" if speculation else "off",
+        speculation=speculation,
         block_size=block_size,
         kv_cache_tokens=kv_cache_tokens,
         prefix_cache=prefix_cache,

@@ -73,14 +73,6 @@ def load_tensorrt(backend: TensorRTBackend, *, module: ModuleType | None = None)
     return TensorRTLibrary(backend, module, version)
 
 
-def installed_version(backend: TensorRTBackend) -> str | None:
-    """The version of an installed and usable TensorRT, or None."""
-    try:
-        return load_tensorrt(backend).version
-    except BuildError:
-        return None
-
-
 def check_backend(name: str) -> TensorRTBackend:
     """``name`` as a backend of TensorRT. Raises ``ConfigError`` for anything else."""
     if name not in _MODULES:

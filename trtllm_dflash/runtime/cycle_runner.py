@@ -141,16 +141,6 @@ class CycleRunner:
         self._graphs: dict[GraphKey, CapturedGraph[CycleResult]] = {}
         self._slots: dict[int, tuple[Tensor, list[int]]] = {}
 
-    @property
-    def uses_graphs(self) -> bool:
-        """Whether cycles are CUDA graphs."""
-        return self._pool is not None
-
-    @property
-    def graph_count(self) -> int:
-        """Graphs recorded so far."""
-        return len(self._graphs)
-
     def bucket(self, batch: int) -> int:
         """The batch size that ``batch`` requests are padded to."""
         if self._pool is None:

@@ -214,7 +214,8 @@ class EngineServer:
             self._metrics.delivered(chunk)
         metrics: dict[str, object] = {}
         if chunk.metrics is not None:
-            metrics = {**asdict(chunk.metrics), "block_size": self._limits.block_size}
+            # One entry for each count of kept drafts, 0 to S - 1.
+            metrics = {**asdict(chunk.metrics), "block_size": len(chunk.metrics.accepted_histogram)}
         self._outgoing.put(
             wire.Delta(
                 chunk.request_id,
