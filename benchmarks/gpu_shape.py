@@ -20,6 +20,7 @@ from trtllm_dflash.config.rope import RopeConfig
 from trtllm_dflash.config.target import TargetConfig
 from trtllm_dflash.engine.random_weights import random_session
 from trtllm_dflash.runtime.cycle_runner import EngineOptions
+from trtllm_dflash.runtime.launch_trace import CycleSpans
 from trtllm_dflash.runtime.outputs import OutputChunk
 
 FORCED_ACCEPTANCE = 6.35
@@ -139,7 +140,7 @@ class ShapeBench:
         """Seconds per cycle in the engine and of graph replays alone, against the roofline, at about 1k of context."""
         block_size = llm.block_size
         replay = llm.profiler.table([batch], [block_size], context=CONTEXT, repeats=15).at(batch, block_size)
-        engine, acceptance = _engine_cycle(llm, batch)
+        engine, acceptance, spans = _engine_cycle(llm, batch)
         fp8 = self._quantization == "fp8"
         cost = cycle_cost(
             self.target,
@@ -162,14 +163,17 @@ class ShapeBench:
             "engine_over_roofline": engine / roofline,
             "replay_over_roofline": replay / roofline,
             "replay_over_engine": replay / engine,
-            "host_us": max(0.0, engine - replay) * 1e6,
+            "busy_ms": statistics.median(spans.busy) * 1e3,
+            # The device between two cycles: the host's part of the critical path, copies of results included.
+            "host_us": statistics.median(spans.idle) * 1e6,
+            "host_mean_us": statistics.mean(spans.idle) * 1e6,
             "acceptance_length": acceptance,
             "tokens_per_s": batch * acceptance / engine,
         }
 
 
-def _engine_cycle(llm: LLM, batch: int, cycles: int = 60) -> tuple[float, float]:
-    """Median seconds between one request's chunks while ``batch`` of them run, and their acceptance length."""
+def _engine_cycle(llm: LLM, batch: int, cycles: int = 60) -> tuple[float, float, CycleSpans]:
+    """While ``batch`` requests run: median seconds between one's chunks, acceptance length, the device's spans."""
     draw = random.Random(0)
     block_size = llm.block_size
     length = CONTEXT - int(cycles * min(FORCED_ACCEPTANCE, block_size) / 2)
@@ -182,9 +186,14 @@ def _engine_cycle(llm: LLM, batch: int, cycles: int = 60) -> tuple[float, float]
         if index == batch - 1:
             moments.append(time.perf_counter())
 
-    outputs = llm.generate(prompts, params, on_chunk=note)
+    with llm.profiler.traced() as trace:
+        outputs = llm.generate(prompts, params, on_chunk=note)
+    spans = trace.spans()
     # The first chunks still share the device with other requests' prompts, the last cycles may be shorter.
     steady = moments[6:-4]
     gaps = [later - earlier for earlier, later in pairwise(steady)]
     committed = sum(output.metrics.completion_tokens - 1 for output in outputs)
-    return statistics.median(gaps), committed / sum(output.metrics.cycles for output in outputs)
+    acceptance = committed / sum(output.metrics.cycles for output in outputs)
+    # The same cycles: before them other requests' prompts took turns with them.
+    kept = slice(-len(moments) + 6, -4)
+    return statistics.median(gaps), acceptance, CycleSpans(spans.busy[kept], spans.idle[kept])

@@ -25,13 +25,13 @@ from trtllm_dflash.engine.random_weights import random_session
 from trtllm_dflash.runtime.cycle_runner import EngineOptions
 
 PROMPT_TOKENS, MAX_TOKENS = 1024, 128
-BLOCK_SIZES = {"plain": 1, "S=8": 8, "S=16": 16}
+BLOCK_SIZES = {"plain": 1, "S=16": 16}
 
 
 def shape_sweep(
     engines: Path, folder: Path, *, device: str, concurrencies: Sequence[int], repeats: int, layers: int = 36
 ) -> dict[str, Any]:
-    """Sweep plain decoding and block sizes 8 and 16; returns the results document, written to ``folder``.
+    """Sweep plain decoding and block size 16; returns the results document, written to ``folder``.
 
     Args:
         engines: any engine directory, for its tokenizer. layers: fewer than 36 for a dry run.

@@ -16,7 +16,7 @@ extern "C" {
 #endif
 
 // Raised whenever a struct or a signature in this header changes meaning; the Python loader insists on equality.
-#define DFLASH_ABI_VERSION 2
+#define DFLASH_ABI_VERSION 3
 
 #define DFLASH_EXPORT __attribute__((visibility("default")))
 
@@ -140,15 +140,17 @@ typedef struct dflash_qk_rope_params {
     void* k_cache;
     void* v_cache;
     float k_inverse_scale, v_inverse_scale;
+    int32_t settled;  // 1: positions and slots may be read while earlier launches still run
 } dflash_qk_rope_params;
 
 DFLASH_EXPORT int32_t dflash_qk_norm_rope_write(const dflash_qk_rope_params* params, dflash_stream stream);
 
 // residual += x (in place, dtype residual_dtype: dtype or float32), out = rms_norm(residual) * weight.
-// x NULL: plain RMSNorm of residual. width a multiple of 8, at most 32768.
+// x NULL: plain RMSNorm of residual. width a multiple of 8, at most 32768. kept: NULL, or where the new residual is
+// written once more, rows kept_stride elements apart. The weight is read while the launch in front may still run.
 DFLASH_EXPORT int32_t dflash_add_rms_norm(int32_t dtype, int32_t residual_dtype, const void* x, void* residual,
-                                          const void* weight, void* out, int32_t rows, int32_t width, float eps,
-                                          dflash_stream stream);
+                                          const void* weight, void* out, void* kept, int64_t kept_stride, int32_t rows,
+                                          int32_t width, float eps, dflash_stream stream);
 
 // out[n, i] = silu(gate_up[n, i]) * gate_up[n, width + i]; width a multiple of 8.
 DFLASH_EXPORT int32_t dflash_swiglu(int32_t dtype, const void* gate_up, void* out, int32_t rows, int32_t width,

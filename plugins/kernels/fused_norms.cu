@@ -57,12 +57,23 @@ struct Residual {
 
 template <typename T, bool kFloat32, int kChunks>
 __global__ void __launch_bounds__(1024)
-    add_rms_norm_kernel(const T* x, char* residual, const T* weight, T* out, int width, float eps) {
+    add_rms_norm_kernel(const T* x, char* residual, const T* weight, T* out, char* kept, int64_t kept_stride, int width,
+                        float eps) {
     let_next_launch_start();
+    // The weight is nobody's result: it is here before the launch in front ends.
+    uint4 weights[kChunks];
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+        const int chunk = threadIdx.x + c * blockDim.x;
+        weights[c] = make_uint4(0, 0, 0, 0);
+        if (chunk * 8 < width) weights[c] = __ldg(reinterpret_cast<const uint4*>(weight) + chunk);
+    }
     wait_for_previous_launch();
     __shared__ float warp_sums[32];
     const int64_t first = static_cast<int64_t>(blockIdx.x) * width;
-    char* residual_row = residual + first * (kFloat32 ? 4 : static_cast<int>(sizeof(T)));
+    constexpr int kResidualBytes = kFloat32 ? 4 : static_cast<int>(sizeof(T));
+    char* residual_row = residual + first * kResidualBytes;
+    char* kept_row = kept + blockIdx.x * kept_stride * kResidualBytes;
     float values[kChunks][8];
     float squares = 0.0f;
 #pragma unroll
@@ -77,6 +88,7 @@ __global__ void __launch_bounds__(1024)
             for (int i = 0; i < 8; ++i) values[c][i] += added[i];
             Residual<T, kFloat32>::store(residual_row, chunk, values[c]);
         }
+        if (kept) Residual<T, kFloat32>::store(kept_row, chunk, values[c]);
 #pragma unroll
         for (int i = 0; i < 8; ++i) squares += values[c][i] * values[c][i];
     }
@@ -91,7 +103,7 @@ __global__ void __launch_bounds__(1024)
         const int chunk = threadIdx.x + c * blockDim.x;
         if (chunk * 8 >= width) break;
         float scaled[8];
-        unpack_eight<T>(__ldg(reinterpret_cast<const uint4*>(weight) + chunk), scaled);
+        unpack_eight<T>(weights[c], scaled);
 #pragma unroll
         for (int i = 0; i < 8; ++i) scaled[i] *= values[c][i] * factor;
         reinterpret_cast<uint4*>(out + first)[chunk] = pack_eight<T>(scaled);
@@ -99,8 +111,8 @@ __global__ void __launch_bounds__(1024)
 }
 
 template <typename T, bool kFloat32>
-void launch_norm(const void* x, void* residual, const void* weight, void* out, int rows, int width, float eps,
-                 cudaStream_t stream) {
+void launch_norm(const void* x, void* residual, const void* weight, void* out, void* kept, int64_t kept_stride, int rows,
+                 int width, float eps, cudaStream_t stream) {
     const int chunks = width / 8;
     const int per_thread = chunks <= 512 ? 1 : chunks <= 2048 ? 2 : 4;
     const int threads = std::min(1024, ((chunks + per_thread - 1) / per_thread + 31) / 32 * 32);
@@ -108,7 +120,8 @@ void launch_norm(const void* x, void* residual, const void* weight, void* out, i
                   : per_thread == 2 ? add_rms_norm_kernel<T, kFloat32, 2>
                                     : add_rms_norm_kernel<T, kFloat32, 4>;
     launch_overlapped(kernel, dim3(rows), threads, 0, stream, static_cast<const T*>(x), static_cast<char*>(residual),
-                      static_cast<const T*>(weight), static_cast<T*>(out), width, eps);
+                      static_cast<const T*>(weight), static_cast<T*>(out), static_cast<char*>(kept), kept_stride, width,
+                      eps);
 }
 
 template <typename T>
@@ -134,15 +147,17 @@ bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) 
 }  // namespace dflash
 
 int32_t dflash_add_rms_norm(int32_t dtype, int32_t residual_dtype, const void* x, void* residual, const void* weight,
-                            void* out, int32_t rows, int32_t width, float eps, dflash_stream stream) {
+                            void* out, void* kept, int64_t kept_stride, int32_t rows, int32_t width, float eps,
+                            dflash_stream stream) {
     using namespace dflash;
     if ((dtype != DFLASH_BFLOAT16 && dtype != DFLASH_FLOAT16) ||
         (residual_dtype != dtype && residual_dtype != DFLASH_FLOAT32))
         return fail(DFLASH_UNSUPPORTED, "add_rms_norm: dtype %d with residual dtype %d", dtype, residual_dtype);
     if (rows < 0 || width < 8 || width % 8 || width > 32768)
         return fail(DFLASH_UNSUPPORTED, "add_rms_norm: rows %d, width %d (a multiple of 8 up to 32768)", rows, width);
-    if (!aligned(x) || !aligned(residual) || !aligned(weight) || !aligned(out))
-        return fail(DFLASH_INVALID_ARGUMENT, "add_rms_norm: tensors must be 16-byte aligned");
+    if (!aligned(x) || !aligned(residual) || !aligned(weight) || !aligned(out) || !aligned(kept) || kept_stride % 8)
+        return fail(DFLASH_INVALID_ARGUMENT, "add_rms_norm: tensors must be 16-byte aligned, kept_stride (%lld) a "
+                    "multiple of 8", static_cast<long long>(kept_stride));
     if (rows == 0) return DFLASH_OK;
     if (!residual || !weight || !out) return fail(DFLASH_INVALID_ARGUMENT, "add_rms_norm: a tensor is missing");
     const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
@@ -150,7 +165,7 @@ int32_t dflash_add_rms_norm(int32_t dtype, int32_t residual_dtype, const void* x
     auto launch = dtype == DFLASH_BFLOAT16
                       ? (wide ? launch_norm<__nv_bfloat16, true> : launch_norm<__nv_bfloat16, false>)
                       : (wide ? launch_norm<__half, true> : launch_norm<__half, false>);
-    launch(x, residual, weight, out, rows, width, eps, cuda_stream);
+    launch(x, residual, weight, out, kept, kept_stride, rows, width, eps, cuda_stream);
     return check_launch("add_rms_norm");
 }
 

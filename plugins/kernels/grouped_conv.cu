@@ -91,6 +91,13 @@ __device__ float block_sum(float value) {
 template <typename T, int Pieces>
 __global__ void __launch_bounds__(kMaxOutThreads) conv_out(dflash_grouped_conv_params p) {
     let_next_launch_start();
+    float weight[Pieces][kColumns] = {};  // nobody's result: here before the launch in front ends
+#pragma unroll
+    for (int piece = 0; piece < Pieces; ++piece) {
+        const int column = int(piece * blockDim.x + threadIdx.x) * kColumns;
+        if (p.norm_weight == nullptr || column >= p.width) break;
+        load_columns(static_cast<const T*>(p.norm_weight) + column, weight[piece]);
+    }
     wait_for_previous_launch();
     const int row = blockIdx.x;
     float* residual = p.residual + int64_t(row) * p.width;
@@ -116,12 +123,10 @@ __global__ void __launch_bounds__(kMaxOutThreads) conv_out(dflash_grouped_conv_p
     for (int piece = 0; piece < Pieces; ++piece) {
         const int column = int(piece * blockDim.x + threadIdx.x) * kColumns;
         if (column >= p.width) break;
-        float weight[kColumns];
-        load_columns(static_cast<const T*>(p.norm_weight) + column, weight);
         // Rounded before the weight, as the torch dialect and Hugging Face do.
 #pragma unroll
-        for (int i = 0; i < kColumns; ++i) weight[i] *= to_float(from_float<T>(kept[piece][i] * scale));
-        store_columns(static_cast<T*>(p.out) + int64_t(row) * p.width + column, weight);
+        for (int i = 0; i < kColumns; ++i) weight[piece][i] *= to_float(from_float<T>(kept[piece][i] * scale));
+        store_columns(static_cast<T*>(p.out) + int64_t(row) * p.width + column, weight[piece]);
     }
 }
 

@@ -27,8 +27,14 @@ struct HeadRow {
                           pack_pair<T>(values[4], values[5]), pack_pair<T>(values[6], values[7]));
     }
 
-    // RMSNorm over the head, in float32.
-    __device__ __forceinline__ void normalise(const void* weight, int head_dim, float eps, bool enabled) {
+    // This lane's part of a norm weight, zeros where there is none.
+    static __device__ __forceinline__ uint4 load_weight(const void* weight, int head_dim) {
+        if (weight == nullptr || chunk() * 8 >= head_dim) return make_uint4(0, 0, 0, 0);
+        return __ldg(static_cast<const uint4*>(weight) + chunk());
+    }
+
+    // RMSNorm over the head, in float32, with what load_weight() gave.
+    __device__ __forceinline__ void normalise(const uint4& weight, int head_dim, float eps, bool enabled) {
         float squares = 0.0f;
 #pragma unroll
         for (float x : values) squares += x * x;
@@ -37,7 +43,7 @@ struct HeadRow {
         if (!enabled || chunk() * 8 >= head_dim) return;
         const float factor = rsqrtf(squares / head_dim + eps);
         HeadRow weights;
-        weights.unpack(__ldg(static_cast<const uint4*>(weight) + chunk()));
+        weights.unpack(weight);
 #pragma unroll
         for (int i = 0; i < 8; ++i) values[i] *= factor * weights.values[i];
     }

@@ -44,8 +44,9 @@ __global__ void __launch_bounds__(kThreads) inject_kernel(const __grid_constant_
         }
         Row row;
         row.unpack(k_bits);
-        row.normalise(static_cast<const T*>(p.k_norm_weight) + layer * p.head_dim, p.head_dim, p.eps,
-                      p.k_norm_weight != nullptr);
+        const bool normed = p.k_norm_weight != nullptr;
+        const T* weight = static_cast<const T*>(p.k_norm_weight) + (normed ? layer * p.head_dim : 0);
+        row.normalise(Row::load_weight(weight, p.head_dim), p.head_dim, p.eps, normed);
         row.rotate(cosines, sines, p.rotary_dim);
         if (present) {
             write_row<T, kFloat8>(p.k_caches[layer], element, row, p.k_inverse_scale[layer]);

@@ -17,7 +17,6 @@ template <typename T, bool kFloat8, int kLanes>
 __global__ void __launch_bounds__(kThreads)
     qk_rope_kernel(const __grid_constant__ dflash_qk_rope_params p, int heads_per_group) {
     let_next_launch_start();  // attention may read the settled part of the cache meanwhile
-    wait_for_previous_launch();
     using Row = HeadRow<T, kLanes>;
     const int heads = p.num_heads + 2 * p.num_kv_heads;
     const int groups = (heads + heads_per_group - 1) / heads_per_group;
@@ -29,15 +28,23 @@ __global__ void __launch_bounds__(kThreads)
 
     float cosines[8] = {}, sines[8] = {};
     int64_t slot = -1;
-    const T* source = static_cast<const T*>(p.qkv) + token * p.qkv_stride + chunk * 8;
-    uint4 next = make_uint4(0, 0, 0, 0);
-    if (present) {
-        next = __ldg(reinterpret_cast<const uint4*>(source + first * p.head_dim));
+    auto load_place = [&] {
+        if (!present) return;
         slot = load_index(p.slots, token, p.index_bytes);
         if (p.rotary_dim > 0 && first < p.num_heads + p.num_kv_heads)
             Row::load_rotation(p.cos_sin + load_index(p.positions, token, p.index_bytes) * p.rotary_dim, p.rotary_dim,
                                true, cosines, sines);
-    }
+    };
+    // What a projection did not write is here before it ends.
+    const uint4 q_weight = Row::load_weight(p.q_norm_weight, p.head_dim);
+    const uint4 k_weight = Row::load_weight(p.k_norm_weight, p.head_dim);
+    if (p.settled) load_place();
+    wait_for_previous_launch();
+    if (!p.settled) load_place();
+
+    const T* source = static_cast<const T*>(p.qkv) + token * p.qkv_stride + chunk * 8;
+    uint4 next = make_uint4(0, 0, 0, 0);
+    if (present) next = __ldg(reinterpret_cast<const uint4*>(source + first * p.head_dim));
     for (int head = first; head < first + heads_per_group; ++head) {
         const uint4 bits = next;
         if (present && head + 1 < min(first + heads_per_group, heads))
@@ -45,8 +52,8 @@ __global__ void __launch_bounds__(kThreads)
         const bool is_query = head < p.num_heads, is_value = head >= p.num_heads + p.num_kv_heads;
         Row row;
         row.unpack(bits);
-        const void* weight = is_query ? p.q_norm_weight : p.k_norm_weight;
-        row.normalise(weight, p.head_dim, p.eps, weight != nullptr && !is_value);
+        const bool normed = (is_query ? p.q_norm_weight : p.k_norm_weight) != nullptr && !is_value;
+        row.normalise(is_query ? q_weight : k_weight, p.head_dim, p.eps, normed);
         row.rotate(cosines, sines, p.rotary_dim);
         if (!present || head >= heads) continue;
         if (is_query) {

@@ -19,8 +19,8 @@ static_assert(kMaxDepth == kMaxCluster * kWarps * 4 * kTileDepth, "as dflash_den
 
 struct Plan {
     int cluster, blocks;  // blocks: of 64 columns per warp, one of those that are compiled
-    int prefetch;
-    bool start_next_at_once;
+    int stages;           // copies in flight per warp
+    bool interleaved, start_next_at_once;
 };
 
 int rounded_up(int value, int unit) { return (value + unit - 1) / unit; }
@@ -32,16 +32,13 @@ int compiled_blocks(int blocks) {
     return 0;
 }
 
-// Copies in flight per warp: the fewest that were as fast as more on an H200.
-int default_stages(int token_tiles) { return token_tiles == 1 ? 6 : 4; }
-
 // Blocks per warp whose x leaves registers for the product: 8 registers per block and eight tokens.
 int most_blocks(int token_tiles) { return token_tiles == 1 ? 12 : token_tiles == 2 ? 8 : 4; }
 
 Plan make_plan(const dflash_skinny_params& p, int tiles) {
     const int blocks = p.depth / kTileDepth, token_tiles = rounded_up(p.rows, 8);
     auto per_warp = [&](int cluster) { return rounded_up(blocks, cluster * kWarps); };
-    Plan plan{1, 0, p.prefetch > 0 ? p.prefetch - 1 : 0, p.early != 1};
+    Plan plan{1, 0, p.stages, p.interleaved == 2, p.early == 2};
     if (p.cluster > 0) {
         plan.cluster = p.cluster;
     } else {
@@ -51,6 +48,11 @@ Plan make_plan(const dflash_skinny_params& p, int tiles) {
         if (plan.cluster == 1 && per_warp(1) > 1 && tiles * 2 <= multiprocessor_count()) plan.cluster = 2;
     }
     plan.blocks = compiled_blocks(per_warp(plan.cluster));
+    // As fast as any inside a cycle of an H200: more copies in flight get in each other's way unless the weight is large,
+    // and warps that take turns along K pay once a block has some tiles to go through.
+    const int64_t block_tiles = int64_t(tiles) * plan.cluster, multiprocessors = multiprocessor_count();
+    if (p.stages == 0) plan.stages = block_tiles >= 32 * multiprocessors ? 6 : 4;
+    if (p.interleaved == 0) plan.interleaved = 2 * block_tiles >= 7 * multiprocessors;
     return plan;
 }
 
@@ -122,7 +124,7 @@ int32_t launch(const dflash_skinny_params& p, const Plan& plan, const CUtensorMa
                cudaStream_t stream) {
     const int fixed = Shape::fixed_bytes(plan.cluster), per_stage = Shape::bytes_per_stage();
     const SharedMemory available = shared_memory();
-    args.stages = std::min((available.most - fixed) / per_stage, p.stages > 0 ? p.stages : default_stages(Shape::kTokenTiles));
+    args.stages = std::min((available.most - fixed) / per_stage, plan.stages);
     if (args.stages < 2)
         return fail(DFLASH_UNSUPPORTED, "skinny_gemm: shared memory for %d stages, 2 are needed", args.stages);
     const auto kernel = skinny_gemm_kernel<Shape>;
@@ -227,7 +229,7 @@ int32_t dflash_skinny_gemm(const dflash_skinny_params* params, dflash_stream str
     args.tiles = rounded_up(p.columns, p.gated ? kTileRows / 2 : kTileRows);
     args.gated = p.gated != 0;
     const Plan plan = make_plan(p, args.tiles);
-    args.prefetch = plan.prefetch;
+    args.interleaved = plan.interleaved;
     args.start_next_at_once = plan.start_next_at_once;
     const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
     return p.dtype == DFLASH_BFLOAT16 ? launch_for_tokens<__nv_bfloat16>(p, plan, map, args, cuda_stream)

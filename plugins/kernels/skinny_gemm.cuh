@@ -23,8 +23,9 @@ struct SkinnyArgs {
     int tokens, columns;
     int blocks;  // K / 64
     int tiles;   // of 16 weight rows
-    int stages, prefetch;
+    int stages;
     bool start_next_at_once, gated;
+    bool interleaved;  // warps take turns along K; else each has one stretch of it
 };
 
 template <typename T_, int kTokenTiles_, int kBlocks_>
@@ -177,8 +178,11 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     const int range = blockIdx.x / cluster, ranges = gridDim.x / cluster;
     const int first_tile = static_cast<int>(static_cast<int64_t>(args.tiles) * range / ranges);
     const int end_tile = static_cast<int>(static_cast<int64_t>(args.tiles) * (range + 1) / ranges);
-    const int first_block = (rank * Shape::kWarps + warp) * kBlocks;
-    const int blocks = max(0, min(kBlocks, args.blocks - first_block));
+    const int position = rank * Shape::kWarps + warp, positions = cluster * Shape::kWarps;
+    const int first_block = args.interleaved ? position : position * kBlocks;
+    const int block_step = args.interleaved ? positions : 1;
+    const int left_blocks = max(0, args.blocks - first_block);
+    const int blocks = args.interleaved ? (left_blocks + positions - 1) / positions : min(kBlocks, left_blocks);
     const int ring_bytes = args.stages * kTileBytes;
     SumBuffers<Shape> buffers;
     buffers.cluster = cluster;
@@ -193,9 +197,10 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     stream.barriers = buffers.barriers + Shape::kBarrierBytes + warp * args.stages * 8;
     stream.stages = args.stages;
     stream.first_depth = first_block * kTileDepth;
-    stream.end_depth = stream.first_depth + blocks * kTileDepth;
+    stream.depth_step = block_step * kTileDepth;
+    stream.end_depth = stream.first_depth + blocks * stream.depth_step;
     stream.rows_per_tile = args.gated ? kTileRows / 2 : kTileRows;
-    stream.start(first_tile, end_tile - first_tile, args.prefetch);
+    stream.start(first_tile, end_tile - first_tile);
     if (threadIdx.x == 0) buffers.start();
     __syncthreads();
     if (cluster > 1) arrive_in_cluster();  // the others' sums may come from here on
@@ -216,7 +221,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
                 if (b < blocks && t * 8 + group < args.tokens)
                     x[b][t][half] = reinterpret_cast<const uint4*>(
                         static_cast<const T*>(args.x) + (t * 8 + group) * args.x_stride +
-                        (first_block + b) * kTileDepth + quarter * 16)[half];
+                        (first_block + b * block_step) * kTileDepth + quarter * 16)[half];
             }
     if (cluster > 1) wait_for_cluster();
 

@@ -164,9 +164,16 @@ def test_add_rms_norm(seed: int) -> None:
     x = normal(generator, rows, width).to(dtype) if rng.random() < 0.8 else None
     expected_residual = residual if x is None else (residual.float() + x.float()).to(residual.dtype)
 
-    out = add_rms_norm(x, residual, weight, EPS)
+    wide = torch.full((rows, 3 * width), float("nan"), dtype=residual.dtype, device="cuda")
+    kept = wide[:, width : 2 * width] if rng.random() < 0.5 else None
+
+    out = add_rms_norm(x, residual, weight, EPS, kept=kept)
 
     assert torch.equal(residual, expected_residual)
+    if kept is not None:
+        assert torch.equal(kept, expected_residual)
+        assert wide[:, :width].isnan().all()
+        assert wide[:, 2 * width :].isnan().all()
     assert_rounded(out, normed(expected_residual.double(), weight))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -92,3 +93,18 @@ def test_cancelling_with_a_cycle_in_flight_leaks_nothing(tiny_engines: EngineFac
         assert llm.generate(_prompts(1), params, on_chunk=cancel_others)[0].token_ids == alone.token_ids
         assert [reason for reason in ended if reason is not None] == ["cancelled"] * 4
         assert llm.stats().pages_used == 0
+
+
+def test_a_trace_has_every_cycle_and_the_time_between_them(tiny_engines: EngineFactory) -> None:
+    with LLM(tiny_engines("llama-v2"), device="cpu", kv_cache_tokens=2048) as llm:
+        with llm.profiler.traced() as trace:
+            started = time.perf_counter()
+            output = llm.generate(_prompts(1), GREEDY)[0]
+            elapsed = time.perf_counter() - started
+        llm.generate(_prompts(1), GREEDY)
+        spans = trace.spans()
+
+    assert len(spans.busy) >= output.metrics.cycles > 1  # a cycle may be launched that turns out not to be needed
+    assert len(spans.idle) == len(spans.busy) - 1
+    assert min(*spans.busy, *spans.idle) > 0
+    assert sum(spans.busy) + sum(spans.idle) < elapsed

@@ -52,7 +52,7 @@ def target_network(
     normed = ops.rms_norm(hidden, weights.layers[0].input_norm, eps)
     # The norm after a layer belongs to what follows it, and is one operation with the layer's last addition.
     following = [*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm]
-    captured: dict[int, T] = {}
+    captured = ops.side_by_side(len(capture_layers))
     for index, (layer, cache, next_norm) in enumerate(zip(weights.layers, caches, following, strict=True)):
         attention = layer.attention
         qkv = ops.linear(normed, attention.qkv)
@@ -61,10 +61,12 @@ def target_network(
         projected = ops.linear(ops.merge_heads(mixed), attention.dense)
         hidden, normed = ops.add_rms_norm(hidden, projected, layer.post_norm, eps)
         fed = ops.linear(ops.gated(normed, layer.mlp.gate_up), layer.mlp.down)
-        hidden, normed = ops.add_rms_norm(hidden, fed, next_norm, eps)
         if index in capture_layers:
-            captured[index] = ops.snapshot(hidden)
+            place = capture_layers.index(index)
+            hidden, normed = ops.add_rms_norm_kept(hidden, fed, next_norm, eps, captured, place)
+        else:
+            hidden, normed = ops.add_rms_norm(hidden, fed, next_norm, eps)
     wanted = normed if logit_rows is None else ops.take_rows(normed, logit_rows)
     logits = ops.head_logits(ops.linear(wanted, weights.head))
-    features = ops.concat_columns([captured[index] for index in capture_layers]) if capture_layers else None
+    features = ops.joined(captured) if capture_layers else None
     return logits, features

@@ -30,8 +30,16 @@ class ComposedOps(Generic[T]):
         total = self.add(x, self.grouped_dynamic_conv(y, dynamic, base, block_size))
         return total, self.rms_norm(total, weight, eps)
 
-    def snapshot(self, x: T) -> T:
-        return x
+    def side_by_side(self, count: int) -> Any:
+        return [None] * count
+
+    def add_rms_norm_kept(self: Ops[T], x: T, y: T, weight: T, eps: float, kept: Any, place: int) -> tuple[T, T]:
+        total, normed = self.add_rms_norm(x, y, weight, eps)
+        kept[place] = total
+        return total, normed
+
+    def joined(self: Ops[T], kept: Any) -> T:
+        return self.concat_columns(kept)
 
     def rotate_qkv(
         self: Ops[T], qkv: T, layout: HeadLayout, q_norm: T | None, k_norm: T | None, eps: float, rows: Any

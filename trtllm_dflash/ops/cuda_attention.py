@@ -68,6 +68,7 @@ class _QkRopeParams(ctypes.Structure):
         ("q_out_stride", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache")),
         *((name, ctypes.c_float) for name in ("k_inverse_scale", "v_inverse_scale")),
+        ("settled", ctypes.c_int32),
     )
 
 
@@ -245,12 +246,15 @@ def qk_norm_rope_write(
     *,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    settled: bool = False,
 ) -> Tensor:
     """Between a layer's QKV projection and attention: norm and rotate q and k, write K and V to the cache.
 
     Args:
         qkv: ``[T, (heads + 2 * kv_heads) * head_dim]``, queries, keys, values.
         q_norm_weight, k_norm_weight: ``[head_dim]`` of qkv's dtype, or None. Others as in :func:`inject_kv`.
+        settled: no launch since the last one that does not overlap its predecessor writes positions or slots, so that
+            they may be read early. Norm weights always are.
 
     Returns:
         Rotated queries ``[T, heads, head_dim]``.
@@ -278,22 +282,34 @@ def qk_norm_rope_write(
     params.q_out, params.q_out_stride = out.data_ptr(), out.stride(0)
     params.k_cache, params.v_cache = k_cache.data_ptr(), v_cache.data_ptr()
     params.k_inverse_scale, params.v_inverse_scale = 1.0 / k_scale, 1.0 / v_scale
+    params.settled = settled
     launch = load_library().function("dflash_qk_norm_rope_write", (ctypes.POINTER(_QkRopeParams), ctypes.c_void_p))
     launch(ctypes.byref(params), _stream(qkv))
     return out
 
 
-def add_rms_norm(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+def add_rms_norm(
+    x: Tensor | None, residual: Tensor, weight: Tensor, eps: float, *, kept: Tensor | None = None
+) -> Tensor:
     """``residual += x`` in place, then RMSNorm of the residual.
 
     Args:
         x: ``[N, H]`` of the weight's dtype, or None for a plain norm.
-        residual: ``[N, H]`` of the weight's dtype or float32. weight: ``[H]`` bfloat16 or float16.
+        residual: ``[N, H]`` of the weight's dtype or float32. weight: ``[H]`` bfloat16 or float16, no result of a
+            launch that may still run.
+        kept: ``[N, H]`` of the residual's dtype, rows may be a slice of wider ones: the new residual, once more.
 
     Returns:
         ``[N, H]`` of the weight's dtype.
     """
     rows, width = residual.shape
+    if kept is not None:
+        _require(
+            kept.shape == residual.shape and kept.dtype == residual.dtype and kept.stride(1) == 1,
+            "kept",
+            kept,
+            f"{list(residual.shape)} of {residual.dtype} with dense rows",
+        )
     _require(residual.is_contiguous(), "residual", residual, "contiguous")
     _require(weight.shape == (width,), "weight", weight, f"[{width}]")
     if x is not None:
@@ -307,7 +323,7 @@ def add_rms_norm(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float)
     pointer, integer = ctypes.c_void_p, ctypes.c_int32
     launch = load_library().function(
         "dflash_add_rms_norm",
-        (integer, integer, pointer, pointer, pointer, pointer, integer, integer, ctypes.c_float, pointer),
+        (*[integer] * 2, *[pointer] * 5, ctypes.c_int64, integer, integer, ctypes.c_float, pointer),
     )
     launch(
         _dtype(weight, "weight"),
@@ -316,6 +332,8 @@ def add_rms_norm(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float)
         residual.data_ptr(),
         weight.data_ptr(),
         out.data_ptr(),
+        None if kept is None else kept.data_ptr(),
+        0 if kept is None else kept.stride(0),
         rows,
         width,
         eps,

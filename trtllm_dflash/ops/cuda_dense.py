@@ -26,7 +26,7 @@ class _SkinnyParams(ctypes.Structure):
     _fields_ = (
         ("struct_size", ctypes.c_uint32),
         *((name, ctypes.c_int32) for name in ("dtype", "rows", "columns", "depth", "gated")),
-        *((name, ctypes.c_int32) for name in ("cluster", "stages", "prefetch", "early")),
+        *((name, ctypes.c_int32) for name in ("cluster", "stages", "interleaved", "early")),
         *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "out")),
         *((name, ctypes.c_int64) for name in ("x_stride", "out_stride")),
     )
@@ -53,10 +53,9 @@ def takes(x: Tensor, weight: Tensor) -> bool:
 def worthwhile(x: Tensor, weight: Tensor) -> bool:
     """Whether the kernels here are the faster way on an H200 (``benchmarks.kernels_dense``).
 
-    Above 16 rows cuBLAS is: every block of the kernel reads all of x. Above 32768 columns cuBLAS reads at the speed of
-    the memory anyway.
+    Above 16 rows cuBLAS is: every block of the kernel reads all of x.
     """
-    return x.shape[0] <= 16 and weight.shape[0] <= 32768 and takes(x, weight)
+    return x.shape[0] <= 16 and takes(x, weight)
 
 
 def skinny_linear(
@@ -73,7 +72,7 @@ def skinny_linear(
         x: ``[M, K]`` bfloat16 or float16; K a multiple of 64 up to 16384; rows may be a slice of a wider matrix.
         weight: ``[N, K]`` contiguous, dtype of x. bias: ``[N]`` contiguous, dtype of x.
         out: ``[M, N]`` to write into; rows may be a slice of a wider matrix.
-        plan: cluster, stages, prefetch and early of ``dflash_skinny_params``; 0 = chosen (tests, tuning).
+        plan: cluster, stages, interleaved and early of ``dflash_skinny_params``; 0 = chosen (tests, tuning).
 
     Raises:
         EngineError: tensors that do not fit each other, or a shape no kernel was compiled for.
@@ -120,7 +119,7 @@ def _launch(
     for name, tensor in (("weight", weight), ("bias", bias), ("out", out)):
         if tensor is not None and (tensor.dtype != x.dtype or tensor.device != x.device):
             raise EngineError(f"{name}: got {tensor.dtype} on {tensor.device}, expected {x.dtype} on {x.device}")
-    cluster, stages, prefetch, early = plan
+    cluster, stages, interleaved, early = plan
     params = _SkinnyParams(
         struct_size=ctypes.sizeof(_SkinnyParams),
         dtype=_DTYPES[x.dtype],
@@ -130,7 +129,7 @@ def _launch(
         gated=gated,
         cluster=cluster,
         stages=stages,
-        prefetch=prefetch,
+        interleaved=interleaved,
         early=early,
         x=x.data_ptr(),
         weight=weight.data_ptr(),

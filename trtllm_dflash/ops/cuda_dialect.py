@@ -57,6 +57,21 @@ class BlockPlan:
     block_size: int
 
 
+class KeptColumns:
+    """``count`` equal tensors side by side, written one at a time."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self.tensor: Tensor | None = None
+
+    def columns_like(self, x: Tensor, place: int) -> Tensor:
+        """Columns for the tensor number ``place``, of x's shape and dtype."""
+        rows, width = x.shape
+        if self.tensor is None:
+            self.tensor = x.new_empty(rows, self._count * width)
+        return self.tensor[:, place * width : (place + 1) * width]
+
+
 def why_not_kernels(
     target: TargetConfig, drafter: DrafterConfig | None, *, page_tokens: int, device: torch.device, dtype: torch.dtype
 ) -> str | None:
@@ -96,6 +111,7 @@ class CudaOps(TorchOps):
 
     def __init__(self) -> None:
         self._stacked: dict[tuple[int, ...], Tensor] = {}
+        self._in_order: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
 
     # Dense
     def embedding(self, table: Tensor, ids: Tensor) -> Tensor:
@@ -122,9 +138,19 @@ class CudaOps(TorchOps):
     def add_rms_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return x, kernels.add_rms_norm(y, x, weight, eps)
 
-    def snapshot(self, x: Tensor) -> Tensor:
-        # add_rms_norm works in place.
-        return x.clone()
+    def side_by_side(self, count: int) -> KeptColumns:
+        return KeptColumns(count)
+
+    def add_rms_norm_kept(
+        self, x: Tensor, y: Tensor, weight: Tensor, eps: float, kept: KeptColumns, place: int
+    ) -> tuple[Tensor, Tensor]:
+        # The kernel writes the sum a second time: a copy of its own would stand between the norm and the projection.
+        return x, kernels.add_rms_norm(y, x, weight, eps, kept=kept.columns_like(x, place))
+
+    def joined(self, kept: KeptColumns) -> Tensor:
+        if kept.tensor is None:
+            raise EngineError("nothing was kept")
+        return kept.tensor
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         return kernels.swiglu(gate_up)
@@ -144,9 +170,15 @@ class CudaOps(TorchOps):
         count = qkv.shape[0]
         shape = (1, count, layout.kv_heads, layout.head_dim)
         block = CacheLayer(qkv.new_empty(shape), qkv.new_empty(shape))
-        in_order = torch.arange(count, dtype=rows.positions.dtype, device=qkv.device)
-        q = self.rotate_qkv_write(qkv, layout, q_norm, k_norm, eps, rows, block, in_order)
+        q = self.rotate_qkv_write(qkv, layout, q_norm, k_norm, eps, rows, block, self._count_to(count, rows.positions))
         return q, block.k[0], block.v[0]
+
+    def _count_to(self, count: int, like: Tensor) -> Tensor:
+        """0, 1, … below ``count``; made once, a launch in front of every layer's attention costs more than it looks."""
+        key = (count, like.dtype, like.device)
+        if key not in self._in_order:
+            self._in_order[key] = torch.arange(count, dtype=like.dtype, device=like.device)
+        return self._in_order[key]
 
     def rotate_qkv_write(
         self,
@@ -160,7 +192,18 @@ class CudaOps(TorchOps):
         slots: Tensor,
     ) -> Tensor:
         return kernels.qk_norm_rope_write(
-            qkv, layout.heads, rows.positions, slots, rows.cos_sin, q_norm, k_norm, eps, cache.k, cache.v
+            qkv,
+            layout.heads,
+            rows.positions,
+            slots,
+            rows.cos_sin,
+            q_norm,
+            k_norm,
+            eps,
+            cache.k,
+            cache.v,
+            # Made before the first layer; torch's launches since then do not overlap.
+            settled=True,
         )
 
     def inject_kv(

@@ -229,8 +229,14 @@ class Ops(Protocol[T]):
     def conv_add_rms_norm(self, x: T, y: T, dynamic: T, base: T, block_size: int, weight: T, eps: float) -> tuple[T, T]:
         """:meth:`add_rms_norm` of x and ``grouped_dynamic_conv(y, dynamic, base, block_size)``."""
 
-    def snapshot(self, x: T) -> T:
-        """``x`` as it is now: what :meth:`add_rms_norm` may overwrite later stays valid in the result."""
+    def side_by_side(self, count: int) -> Any:
+        """Room for ``count`` tensors ``[N, C]`` that :meth:`add_rms_norm_kept` gives and :meth:`joined` joins."""
+
+    def add_rms_norm_kept(self, x: T, y: T, weight: T, eps: float, kept: Any, place: int) -> tuple[T, T]:
+        """:meth:`add_rms_norm`; the sum, which may be overwritten later, is kept as number ``place`` of ``kept``."""
+
+    def joined(self, kept: Any) -> T:
+        """What was kept, in order of place, ``[N, count * C]``."""
 
     def rotate_qkv(
         self, qkv: T, layout: HeadLayout, q_norm: T | None, k_norm: T | None, eps: float, rows: Any

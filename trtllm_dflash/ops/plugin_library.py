@@ -19,7 +19,7 @@ from trtllm_dflash.errors import EngineError
 LIBRARY_NAME = "libdflash_plugins.so"
 LIBRARY_VARIABLE = "TRTLLM_DFLASH_PLUGIN_LIBRARY"
 # Equals DFLASH_ABI_VERSION of plugins/include/dflash_kernels.h.
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 _BUILD_HINT = "build it with: trtllm-dflash plugins build"
 

@@ -7,6 +7,7 @@ q is the distribution that the walk realised; p is the target's after all sampli
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -133,16 +134,23 @@ def force_acceptance(
 ) -> Accepted:
     """Commit ``mean_committed`` tokens on average whatever was verified, to measure cycles whose models are not real.
 
-    The whole part always, one more as often as the fraction says, by a hash of the request's progress.
+    The whole part always, one more as often as the fraction says, by a hash of the request's progress. Few launches:
+    a real acceptance has none of them. Tokens beyond those committed are undefined, as they are in a cycle's result.
     """
-    wanted = mean_committed - 1
-    phase = _hash(rows.generated + rows.slots * 7919).double() / 2.0**32
-    count = (phase < wanted % 1.0).to(torch.int64) + int(wanted)
-    count = torch.minimum(count, (block_lengths - 1).clamp_min(0))
-    tokens = torch.nn.functional.pad(drafts, (0, 1))
-    tokens[:, -1] = rows.anchors
-    offsets = torch.arange(tokens.shape[1], device=tokens.device)
-    return Accepted(torch.where(offsets <= count[:, None], tokens, -1), count, torch.zeros_like(accepted.faulty))
+    table = _forced_counts(mean_committed - 1, rows.slots.device)
+    count = table[torch.add(rows.generated, rows.slots, alpha=7919) & (_FORCED_COUNTS - 1)]
+    count = torch.minimum(count, (block_lengths - 1).clamp_min_(0))
+    return Accepted(torch.cat((drafts, rows.anchors[:, None]), dim=1), count, torch.zeros_like(accepted.faulty))
+
+
+_FORCED_COUNTS = 1 << 14
+
+
+@functools.cache
+def _forced_counts(wanted: float, device: torch.device) -> Tensor:
+    """Accepted drafts by hash of the progress, ``wanted`` on average."""
+    phase = _hash(torch.arange(_FORCED_COUNTS)).double() / 2.0**32
+    return ((phase < wanted % 1.0).to(torch.int64) + int(wanted)).to(device)
 
 
 def _hash(values: Tensor) -> Tensor:

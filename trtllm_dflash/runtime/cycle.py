@@ -6,6 +6,7 @@ same function can be captured. State changes only in :func:`publish`, so a cycle
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -96,7 +97,7 @@ def draft_and_select(
         positions = rows.context_lengths[:, None] + torch.arange(1, block_size, device=rows.slots.device)
         draws = uniforms(rows.seeds, positions)[..., WALK_WORD]
     else:
-        draws = torch.zeros(shape, dtype=torch.float32, device=rows.slots.device)
+        draws = _no_draws(shape, rows.slots.device)
     inputs = DraftInputs(
         rows.anchors, rows.context_lengths, rows.block_lengths, rows.page_table, rows.temperatures, draws
     )
@@ -115,7 +116,7 @@ def verify(session: EngineSession, rows: SlotRows, draft: DraftOutputs | None, b
             slots=slots,
             page_table=rows.page_table,
             context_lengths=rows.context_lengths,
-            query_starts=torch.arange(0, ids.numel() + 1, block_size, device=ids.device),
+            query_starts=_query_starts(ids.shape[0], block_size, ids.device),
             logit_rows=None,
             max_query=block_size,
             queries_per_request=block_size,
@@ -207,6 +208,18 @@ def flat_slots(session: EngineSession, page_table: Tensor, positions: Tensor, ex
     columns = (positions // page_tokens).clamp_max(page_table.shape[1] - 1)
     slots = page_table.gather(1, columns) * page_tokens + positions % page_tokens
     return torch.where(exists, slots, -1)
+
+
+# Made once: inside a recorded cycle each would be a launch of its own, every time. Recorded cycles read them where they
+# are, so they are never forgotten.
+@functools.cache
+def _no_draws(shape: tuple[int, int], device: torch.device) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float32, device=device)
+
+
+@functools.cache
+def _query_starts(batch: int, block_size: int, device: torch.device) -> Tensor:
+    return torch.arange(0, batch * block_size + 1, block_size, device=device)
 
 
 def _drafts(rows: SlotRows, draft: DraftOutputs | None) -> Tensor:

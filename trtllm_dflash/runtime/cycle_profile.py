@@ -6,6 +6,7 @@ The measurements run real cycles on real slots and pages of an engine that nobod
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -13,6 +14,7 @@ from trtllm_dflash.engine.session import EngineSession
 from trtllm_dflash.runtime.block_policy import CycleTable
 from trtllm_dflash.runtime.cycle import draft_and_select, inject, prepare, publish, settle, verify
 from trtllm_dflash.runtime.cycle_runner import CycleRunner, median_seconds
+from trtllm_dflash.runtime.launch_trace import LaunchTrace
 from trtllm_dflash.runtime.slots import SamplingMode, SlotState, upload
 
 _PLENTY = 1 << 40
@@ -83,6 +85,10 @@ class CycleProfiler:
             seconds[name] = median_seconds(run, state.device, repeats=repeats)
         self._vacate()
         return seconds
+
+    def traced(self) -> AbstractContextManager[LaunchTrace]:
+        """Marks every cycle that the engine launches meanwhile; requests may run."""
+        return self._runner.traced()
 
     def _occupy(self, batch: int, context: int, rows: int) -> list[int]:
         """Slots 0 .. batch - 1 with ``context`` cached tokens each, on pages of their own where there are enough."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from trtllm_dflash.engine.cuda_graphs import CapturedGraph, GraphPool
 from trtllm_dflash.engine.session import EngineSession
 from trtllm_dflash.runtime.cycle import CycleResult, Masks, draft_verify_cycle
+from trtllm_dflash.runtime.launch_trace import LaunchTrace
 from trtllm_dflash.runtime.slots import SamplingMode, SlotState, upload
 
 GraphKey = tuple[int, int, SamplingMode]
@@ -140,6 +142,16 @@ class CycleRunner:
         self._pool = GraphPool(session.device) if graphs else None
         self._graphs: dict[GraphKey, CapturedGraph[CycleResult]] = {}
         self._slots: dict[int, tuple[Tensor, list[int]]] = {}
+        self._trace: LaunchTrace | None = None
+
+    @contextmanager
+    def traced(self) -> Iterator[LaunchTrace]:
+        """Cycles launched meanwhile are marked in the trace."""
+        self._trace = LaunchTrace(self._session.device)
+        try:
+            yield self._trace
+        finally:
+            self._trace = None
 
     def bucket(self, batch: int) -> int:
         """The batch size that ``batch`` requests are padded to."""
@@ -172,10 +184,18 @@ class CycleRunner:
         """
         if self._pool is None or masks is not None:
             device_slots = upload(slots, torch.int64, self._session.device)
-            return PendingResult(self._cycle(device_slots, block_size, page_columns, mode, masks))
+            with self._marked():
+                result = self._cycle(device_slots, block_size, page_columns, mode, masks)
+            return PendingResult(result)
         bucket = self.bucket(len(slots))
         self._place(slots, bucket)
-        return PendingResult(self.graph(bucket, block_size, mode).replay())
+        graph = self.graph(bucket, block_size, mode)
+        with self._marked():
+            result = graph.replay()
+        return PendingResult(result)
+
+    def _marked(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._trace is None else self._trace.cycle()
 
     def graph(self, bucket: int, block_size: int, mode: SamplingMode) -> CapturedGraph[CycleResult]:
         """The graph of this key, recorded on first use."""
