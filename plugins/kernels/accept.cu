@@ -28,7 +28,7 @@ struct SummaryStorage {
     typename ChunkStream<T>::Buffer buffer;
     SelectStorage<kListKeys> select;
     ChunkTask tasks[kRounds];
-    float warp_sums[kChunkThreads / 32];
+    float piece_sums[kPiecesPerChunk<T>][kChunkThreads / 32];  // of each warp
 };
 
 template <typename T>
@@ -42,29 +42,62 @@ __device__ ChunkTask chunk_task(const dflash_accept_params& p, int item, int chu
             int16_t(item - entry * chunks), int16_t(exists ? keys : 0)};
 }
 
-// Largest keys and mass of the chunk in registers.
+// Sums each of a lane's kCount numbers over the warp. Lane l receives the sum of number l / (32 / kCount).
+template <int kCount>
+__device__ __forceinline__ float sum_each(float (&numbers)[kCount]) {
+    const int lane = threadIdx.x % 32;
+    int offset = 16;
+    // Lanes with the bit of `offset` go on with the upper half of the numbers, the others with the lower.
+#pragma unroll
+    for (int half = kCount / 2; half > 0; half /= 2, offset /= 2) {
+        const bool upper = (lane & offset) != 0;
+#pragma unroll
+        for (int i = 0; i < half; ++i) {
+            const float given = upper ? numbers[i] : numbers[i + half];
+            const float kept = upper ? numbers[i + half] : numbers[i];
+            numbers[i] = kept + __shfl_xor_sync(0xFFFFFFFFu, given, offset);
+        }
+    }
+#pragma unroll
+    for (; offset > 0; offset /= 2) numbers[0] += __shfl_xor_sync(0xFFFFFFFFu, numbers[0], offset);
+    return numbers[0];
+}
+
+// Largest keys and masses of the chunk in registers, to the list, mass and first piece of its own.
 template <typename T>
 __device__ void summarise(const ChunkValues<T>& values, const ChunkTask& task, uint64_t* list, float* mass_out,
-                          SummaryStorage<T>& storage) {
-    const bool has_nan = select_chunk(values, [](float value) { return value; }, task.keys, storage.select, list);
+                          float* pieces, SummaryStorage<T>& storage) {
+    const bool has_nan =
+        select_chunk<Keys::kFinite>(values, [](float value) { return value; }, task.keys, storage.select, list);
     // A NaN in the chunk travels as its mass.
     if (task.scale < 0.0f || has_nan) {
         if (threadIdx.x == 0) *mass_out = has_nan ? NAN : 0.0f;
         __syncthreads();  // the storage is free again
         return;
     }
+    constexpr int kPieces = kPiecesPerChunk<T>, kVec = kVectorElements<T>, kLanes = 32 / kPieces;
     const float largest = usable_largest(largest_of(storage.select.group_value)), scale = task.scale;
-    float sum = 0.0f;
+    float sums[kPieces];
 #pragma unroll
-    for (int slot = 0; slot < kValuesPerThread; ++slot) sum += fast_exp2((values.values[slot] - largest) * scale);
+    for (int piece = 0; piece < kPieces; ++piece) {
+        sums[piece] = 0.0f;
 #pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, offset);
-    if (threadIdx.x % 32 == 0) storage.warp_sums[threadIdx.x / 32] = sum;
+        for (int i = 0; i < kVec; ++i) sums[piece] += fast_exp2((values.values[piece * kVec + i] - largest) * scale);
+    }
+    const float sum = sum_each(sums);
+    const int lane = threadIdx.x % 32;
+    if (lane % kLanes == 0) storage.piece_sums[lane / kLanes][threadIdx.x / 32] = sum;
     __syncthreads();
-    if (threadIdx.x == 0) {
+    if (threadIdx.x < 32) {
         float mass = 0.0f;
-        for (float part : storage.warp_sums) mass += part;
-        *mass_out = mass;
+        if (lane < kPieces) {
+#pragma unroll
+            for (int warp = 0; warp < kChunkThreads / 32; ++warp) mass += storage.piece_sums[lane][warp];
+            pieces[lane * values.chunks] = mass;
+        }
+#pragma unroll
+        for (int offset = kPieces / 2; offset > 0; offset /= 2) mass += __shfl_xor_sync(0xFFFFFFFFu, mass, offset);
+        if (lane == 0) *mass_out = mass;
     }
 }
 
@@ -105,7 +138,8 @@ __global__ void __launch_bounds__(kChunkThreads, kBlocksPerMultiprocessor)
             const int64_t entry = item_of(first + round);
             round = existing_from(round + 1);
             if (round < known) ask_for(storage.tasks[round]);
-            summarise(values, task, workspace.lists + entry * kListKeys, workspace.masses + entry, storage);
+            summarise(values, task, workspace.lists + entry * kListKeys, workspace.masses + entry,
+                      workspace.pieces + (entry - task.chunk) * kPiecesPerChunk<T> + task.chunk, storage);
         }
     }
     copy_async_wait<0>();  // of a chunk that does not exist

@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kChunkThreads)
 #pragma unroll
         for (int slot = 0; slot < kValuesPerThread; ++slot) values.values[slot] = transform(values.values[slot]);
     }
-    select_chunk(values, transform, count, storage, lists + (int64_t(row) * chunks + chunk) * count);
+    select_chunk<Keys::kAll>(values, transform, count, storage, lists + (int64_t(row) * chunks + chunk) * count);
 }
 
 __device__ void write_candidates(const uint64_t* best, int row, int count, int64_t id_offset, float* values,

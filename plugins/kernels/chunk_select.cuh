@@ -7,6 +7,8 @@
 // and start again with keys in the rare cases that ties overflow the room for survivors or that there is a NaN.
 #pragma once
 
+#include <float.h>
+
 #include "ordered_key.cuh"
 
 namespace dflash {
@@ -204,10 +206,14 @@ __device__ __forceinline__ float smallest_of(const float (&values)[kGroups]) {
     return ordered_value(__reduce_min_sync(0xFFFFFFFFu, ordered_bits(own)));
 }
 
+// Which keys of a chunk a selection is about. kFinite leaves -infinity out, except that a chunk of nothing else gives its
+// lowest id: rows under a grammar's mask are -infinity nearly everywhere, and sorting those ties by id is slow.
+enum class Keys { kAll, kFinite };
+
 // Writes the `count` largest keys of the chunk to `out` and says whether the chunk holds a NaN, which ranks as
 // -infinity. All threads call it; `transform` is what was applied to the values. Unless there is a NaN, every group's
 // largest value is left in storage.group_value.
-template <typename T, typename Transform, int kMost>
+template <Keys kWanted, typename T, typename Transform, int kMost>
 __device__ bool select_chunk(const ChunkValues<T>& chunk, Transform transform, int count, SelectStorage<kMost>& storage,
                              uint64_t* out) {
     const float thread_largest = chunk.largest();
@@ -230,6 +236,7 @@ __device__ bool select_chunk(const ChunkValues<T>& chunk, Transform transform, i
             __syncthreads();
             threshold = smallest_of(storage.leading);
         }
+        if (kWanted == Keys::kFinite) threshold = fmaxf(threshold, -FLT_MAX);
         if (thread_largest >= threshold) {
             // Usually one slot of few threads: a bit for each keeps the warp together and the code short.
             uint32_t reaching = 0;
@@ -249,6 +256,10 @@ __device__ bool select_chunk(const ChunkValues<T>& chunk, Transform transform, i
         __syncthreads();
         sorted = storage.survivor_count <= kMostSorted;
         if (sorted) write_survivors(storage, count, out);
+        if (kWanted == Keys::kFinite && storage.survivor_count == 0 && threadIdx.x == 0) {
+            const int column = max(chunk.row.first_column(chunk.vector_index(0)), 0);
+            if (column < chunk.row.columns) out[0] = make_key(-INFINITY, uint32_t(column));
+        }
     }
     if (!sorted) select_chunk_by_keys(chunk.row, chunk.chunk, chunk.chunks, transform, count, storage, out);
     return has_nan;
