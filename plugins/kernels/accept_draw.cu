@@ -85,8 +85,7 @@ __device__ int draw_from_lists(const Target& target, bool residual, const uint64
         const int token = store.listed_tokens[i];
         if (!(store.listed_weights[i] > 0.0f)) continue;
         float cumulative = 0.0f;
-        for (int j = 0; j < listed; ++j)
-            cumulative += store.listed_tokens[j] <= token ? store.listed_weights[j] : 0.0f;
+        for (int j = 0; j < listed; ++j) cumulative += store.listed_tokens[j] <= token ? store.listed_weights[j] : 0.0f;
         if (cumulative > uniform * mass) first_beyond = min(first_beyond, token);
         last_possible = min(last_possible, -token);
     }

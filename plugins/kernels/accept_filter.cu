@@ -285,8 +285,8 @@ __device__ bool filter_listed(int chunks, int depth, float scale, const Filters&
     }
     __syncthreads();
     // Beyond a last key of -infinity nothing has a weight.
-    const bool all_listed = complete == filters.valid_columns || complete_from == kNoKey + 1 ||
-                            key_value(complete_from) == -INFINITY;
+    const bool all_listed =
+        complete == filters.valid_columns || complete_from == kNoKey + 1 || key_value(complete_from) == -INFINITY;
     const bool k_listed = filters.top_k > 0 && filters.top_k <= complete;
     if (filters.top_k > 0 && !k_listed && !all_listed) return false;
 

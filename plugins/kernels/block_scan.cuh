@@ -5,8 +5,8 @@
 
 namespace dflash {
 
-// Exclusive prefix of `value` over the block's kThreads threads; `total` receives the sum. `warp_sums` holds one entry per
-// warp and may be reused after the next __syncthreads().
+// Exclusive prefix of `value` over the block's kThreads threads; `total` receives the sum. `warp_sums` holds one entry
+// per warp and may be reused after the next __syncthreads().
 template <int kThreads, typename Number>
 __device__ Number exclusive_scan(Number value, Number* warp_sums, Number& total) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

@@ -206,8 +206,8 @@ __device__ __forceinline__ float smallest_of(const float (&values)[kGroups]) {
     return ordered_value(__reduce_min_sync(0xFFFFFFFFu, ordered_bits(own)));
 }
 
-// Which keys of a chunk a selection is about. kFinite leaves -infinity out, except that a chunk of nothing else gives its
-// lowest id: rows under a grammar's mask are -infinity nearly everywhere, and sorting those ties by id is slow.
+// Which keys of a chunk a selection is about. kFinite leaves -infinity out, except that a chunk of nothing else gives
+// its lowest id: rows under a grammar's mask are -infinity nearly everywhere, and sorting those ties by id is slow.
 enum class Keys { kAll, kFinite };
 
 // Writes the `count` largest keys of the chunk to `out` and says whether the chunk holds a NaN, which ranks as

@@ -52,7 +52,7 @@ struct ChunkStream {
         }
     }
 
-  private:
+private:
     __device__ uint32_t place(int i) const { return shared_address(&buffer[i][threadIdx.x]); }
 };
 
