@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.result_file import write_result
-from trtllm_dflash.ops import cuda_linear, cuda_select
+from trtllm_dflash.ops import cuda_dense, cuda_select
 from trtllm_dflash.ops.plugin_library import load_library
 
 VOCABULARY, COUNT, RANK, BLOCK = 151936, 16, 256, 8
@@ -129,6 +129,11 @@ def candidates_and_walk(generator: torch.Generator) -> dict[str, float]:
     return figures
 
 
+def project(x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight.T`` by whichever of the two the runtime takes for this shape."""
+    return cuda_dense.skinny_linear(x, weight) if cuda_dense.worthwhile(x, weight) else F.linear(x, weight)
+
+
 def convolution(generator: torch.Generator, shape: TargetShape) -> dict[str, float]:
     figures = {}
 
@@ -160,16 +165,16 @@ def convolution(generator: torch.Generator, shape: TargetShape) -> dict[str, flo
         x, residual = normal(rows, shape.hidden), normal(rows, shape.hidden).float()
 
         def both(weight_of: Tensor, x: Tensor = x, residual: Tensor = residual) -> object:
-            front, behind = cuda_linear.projected_conv(x, weight_of, base, BLOCK)
-            return cuda_select.grouped_conv_add_rms_norm(front, behind, base, BLOCK, residual, weight, 1e-6)
+            dynamic = project(x, weight_of)
+            front = cuda_select.grouped_conv(x, dynamic[:, :side], base, BLOCK)
+            return cuda_select.grouped_conv_add_rms_norm(front, dynamic[:, side:], base, BLOCK, residual, weight, 1e-6)
 
         figures[f"conv_both_us/B{batch}_S{BLOCK}"] = graph_time_us([lambda w=w: both(w) for w in projections])
     x = normal(BLOCK, shape.hidden)
+    figures["conv_projection_us/B1_S8"] = graph_time_us([lambda w=w: project(x, w) for w in projections])
     figures["conv_projection_cublas_us/B1_S8"] = graph_time_us([lambda w=w: F.linear(x, w) for w in projections])
     selector = [normal(RANK, shape.hidden) for _ in range(40)]
-    figures["selector_projection_us/B1_S8"] = graph_time_us(
-        [lambda w=w: cuda_linear.linear(x[1:], w) for w in selector]
-    )
+    figures["selector_projection_us/B1_S8"] = graph_time_us([lambda w=w: project(x[1:], w) for w in selector])
     figures["selector_projection_cublas_us/B1_S8"] = graph_time_us([lambda w=w: F.linear(x[1:], w) for w in selector])
     return figures
 

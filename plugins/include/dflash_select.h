@@ -15,7 +15,6 @@ extern "C" {
 #define DFLASH_MAX_CANDIDATES 32
 #define DFLASH_MAX_VOCABULARY 327672
 #define DFLASH_MAX_CONV_TAPS 8
-#define DFLASH_MAX_SKINNY_ROWS 32
 
 // conv(x)[t] = sum_i (base[i] + dynamic[t, i, group]) * x[t - i] inside each block of block_size rows, float32 inside.
 // In form (residual NULL): out = conv(x).
@@ -40,43 +39,6 @@ typedef struct dflash_grouped_conv_params {
 } dflash_grouped_conv_params;
 
 DFLASH_EXPORT int32_t dflash_grouped_conv(const dflash_grouped_conv_params* params, dflash_stream stream);
-
-// out = x * weight^T for a few rows, float32 inside, rounded once. Weights are read while the launch in front still
-// runs: no work in flight on the stream may write them.
-typedef struct dflash_linear_params {
-    uint32_t struct_size;
-    int32_t dtype;       // bfloat16 or float16
-    int32_t rows;        // M, at most DFLASH_MAX_SKINNY_ROWS
-    int32_t columns;     // N, even
-    int32_t depth;       // K, a multiple of 64
-    const void* x;       // [M, K], 16-byte aligned, x_stride a multiple of 8
-    const void* weight;  // [N, K] contiguous, 16-byte aligned
-    void* out;           // [M, N], row stride out_stride, even; 4-byte aligned
-    int64_t x_stride, out_stride;
-} dflash_linear_params;
-
-DFLASH_EXPORT int32_t dflash_skinny_linear(const dflash_linear_params* params, dflash_stream stream);
-
-// The kernel projection of a convolved sublayer and the convolution in front of it, in one launch: with
-// dynamic = x * weight^T (rounded), out = conv(x) by its first half (see dflash_grouped_conv), and the second half is
-// kept for the convolution behind the sublayer. Weights as in dflash_skinny_linear.
-typedef struct dflash_projected_conv_params {
-    uint32_t struct_size;
-    int32_t dtype;       // bfloat16 or float16
-    int32_t rows;        // B * S, at most DFLASH_MAX_SKINNY_ROWS
-    int32_t block_size;  // S; divides rows
-    int32_t width;       // H, a multiple of 64
-    int32_t groups;      // divides width
-    int32_t taps;        // 1 .. 4
-    const void* x;       // [rows, width], 16-byte aligned, x_stride a multiple of 8
-    const void* weight;  // [2 * taps * groups, width] contiguous, 16-byte aligned: side, tap, group
-    const void* base;    // [taps, width] contiguous, of the first side
-    void* out;           // [rows, width] contiguous; must not overlap x
-    void* dynamic_out;   // [rows, taps * groups] contiguous, tap-major
-    int64_t x_stride;
-} dflash_projected_conv_params;
-
-DFLASH_EXPORT int32_t dflash_projected_conv(const dflash_projected_conv_params* params, dflash_stream stream);
 
 // The K largest of each row, descending, ties to the lowest id; NaN ranks as -infinity. Columns at or beyond
 // valid_columns are padding and never chosen; a row with fewer than K valid columns ends in (-infinity, -1).

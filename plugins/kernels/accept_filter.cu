@@ -15,6 +15,7 @@ constexpr int kFilterThreads = 512;
 constexpr int kMaxListed = kMaxChunks * kListKeys;
 constexpr int kShallow = 12;  // keys of each chunk that are tried first
 constexpr int kListedPerThread = (kMaxListed + kFilterThreads - 1) / kFilterThreads;
+constexpr int kKeySharers = 4;
 constexpr int kBins = 2048;
 constexpr int kBinsPerThread = kBins / kFilterThreads;
 constexpr int kMaxCollected = 2048;
@@ -33,6 +34,7 @@ __device__ __forceinline__ uint64_t narrow_key(float value, int id) {
 }
 
 struct ListedStorage {
+    uint64_t lists[kMaxListed];  // of the chunks, one after the other
     alignas(16) uint64_t keys[kMaxListed + 2];
     uint64_t sorted[kMaxListed];
     float weights[kMaxListed];
@@ -50,9 +52,9 @@ union FilterStorage {
 };
 
 struct ScanStorage {
-    float floats[32];
-    uint64_t words[32];
-    int counts[32];
+    float floats[kFilterThreads / 32];
+    uint64_t words[kFilterThreads / 32];
+    int counts[kFilterThreads / 32];
     int first;
     float picked;
     uint64_t mass_before, count_before, bin_count, sum;
@@ -144,8 +146,8 @@ __device__ __noinline__ Cut count_cut(const LogitRow<T>& row, float largest, flo
             counts += store.counts[mine + i];
         }
         uint64_t level_mass, level_count;
-        uint64_t running_mass = mass_before + exclusive_scan(masses, scan.words, level_mass);
-        uint64_t running_count = count_before + exclusive_scan(counts, scan.words, level_count);
+        uint64_t running_mass = mass_before + exclusive_scan<kFilterThreads>(masses, scan.words, level_mass);
+        uint64_t running_count = count_before + exclusive_scan<kFilterThreads>(counts, scan.words, level_count);
         int proposal = kBins;
         for (int i = 0; i < kBinsPerThread && proposal == kBins; ++i) {
             const uint64_t reached =
@@ -239,12 +241,12 @@ struct Filters {
 
 // The filter by the first `depth` keys of each chunk's list; false when the kept tokens reach beyond them. On entry
 // result holds the whole row's mass and the min-p bound.
-__device__ bool filter_listed(const uint64_t* lists, int chunks, int depth, float scale, const Filters& filters,
-                              RowDistribution& result, ListedStorage& listed, ScanStorage& scan) {
+__device__ bool filter_listed(int chunks, int depth, float scale, const Filters& filters, RowDistribution& result,
+                              ListedStorage& listed, ScanStorage& scan) {
     // Down to here the lists are complete: a chunk's keys not taken are below the last one that is.
     uint64_t complete_from = kNoKey + 1;
     for (int chunk = threadIdx.x % 32; chunk < chunks; chunk += 32)
-        complete_from = max(complete_from, lists[chunk * kListKeys + depth - 1]);
+        complete_from = max(complete_from, listed.lists[chunk * kListKeys + depth - 1]);
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2)
         complete_from = max(complete_from, __shfl_xor_sync(0xFFFFFFFFu, complete_from, offset));
@@ -254,29 +256,37 @@ __device__ bool filter_listed(const uint64_t* lists, int chunks, int depth, floa
 #pragma unroll
     for (int i = 0; i < kListedPerThread; ++i) {
         const int entry = i * kFilterThreads + threadIdx.x;
-        found[i] = entry < total ? lists[entry / depth * kListKeys + entry % depth] : kNoKey;
+        found[i] = entry < total ? listed.lists[entry / depth * kListKeys + entry % depth] : kNoKey;
         if (found[i] < complete_from) found[i] = kNoKey;
         own_count += found[i] != kNoKey;
     }
-    int place = exclusive_scan(own_count, scan.counts, complete);
+    int place = exclusive_scan<kFilterThreads>(own_count, scan.counts, complete);
 #pragma unroll
     for (int i = 0; i < kListedPerThread; ++i)
         if (found[i] != kNoKey) listed.keys[place++] = found[i];
     if (threadIdx.x == 0) listed.keys[complete] = kNoKey;  // pairs are read below
     __syncthreads();
-    for (int i = threadIdx.x; i < complete; i += kFilterThreads) {
-        const uint64_t key = listed.keys[i];
+    // Neighbouring threads share the counting for one key.
+    for (int first = 0; first < complete; first += kFilterThreads / kKeySharers) {
+        const int place = first + int(threadIdx.x) / kKeySharers, part = threadIdx.x % kKeySharers;
+        const uint64_t key = listed.keys[min(place, complete)];
         int rank = 0;
 #pragma unroll 4
-        for (int j = 0; j < complete; j += 2) {
-            const ulonglong2 pair = *reinterpret_cast<const ulonglong2*>(&listed.keys[j]);
+        for (int i = 2 * part; i < complete; i += 2 * kKeySharers) {
+            const ulonglong2 pair = *reinterpret_cast<const ulonglong2*>(&listed.keys[i]);
             rank += (pair.x > key) + (pair.y > key);
         }
-        listed.sorted[rank] = key;
-        listed.weights[rank] = fast_exp2((key_value(key) - result.largest) * scale);
+#pragma unroll
+        for (int offset = 1; offset < kKeySharers; offset *= 2) rank += __shfl_xor_sync(0xFFFFFFFFu, rank, offset);
+        if (part == 0 && place < complete) {
+            listed.sorted[rank] = key;
+            listed.weights[rank] = fast_exp2((key_value(key) - result.largest) * scale);
+        }
     }
     __syncthreads();
-    const bool all_listed = complete == filters.valid_columns;
+    // Beyond a last key of -infinity nothing has a weight.
+    const bool all_listed =
+        complete == filters.valid_columns || complete_from == kNoKey + 1 || key_value(complete_from) == -INFINITY;
     const bool k_listed = filters.top_k > 0 && filters.top_k <= complete;
     if (filters.top_k > 0 && !k_listed && !all_listed) return false;
 
@@ -288,7 +298,7 @@ __device__ bool filter_listed(const uint64_t* lists, int chunks, int depth, floa
         mine[i] = start + i < complete ? listed.weights[start + i] : 0.0f;
         own += mine[i];
     }
-    const float before = exclusive_scan(own, scan.floats, listed_mass);
+    const float before = exclusive_scan<kFilterThreads>(own, scan.floats, listed_mass);
     auto mass_through = [&](int index) {
         __syncthreads();
         float running = before;
@@ -330,12 +340,34 @@ __global__ void __launch_bounds__(kFilterThreads, 2)
     let_next_launch_start();
     __shared__ FilterStorage storage;
     __shared__ ScanStorage scan;
+    __shared__ float masses[kMaxChunks];
     const int request = blockIdx.x / p.block_size, row = blockIdx.x % p.block_size;
-    if (!row_exists(p, request, row)) return;
-    const uint64_t* lists = workspace.lists + int64_t(blockIdx.x) * chunks * kListKeys;
+
+    // Everything is asked for before the first of it is looked at. Lists of requests without filters hold one key.
+    const int total = chunks * kListKeys;
+    uint64_t keys[kListedPerThread];
+#pragma unroll
+    for (int i = 0; i < kListedPerThread; ++i) {
+        const int entry = i * kFilterThreads + threadIdx.x;
+        keys[i] = entry < total ? workspace.lists[int64_t(blockIdx.x) * total + entry] : kNoKey;
+    }
+    const float own_mass =
+        int(threadIdx.x) < chunks ? workspace.masses[int64_t(blockIdx.x) * chunks + threadIdx.x] : 0.0f;
     const float temperature = p.temperatures[request];
+    const int64_t asked_top_k = p.top_k == nullptr ? 0 : p.top_k[request];
+    const float top_p = p.top_p == nullptr ? 1.0f : p.top_p[request];
+    const float min_p = p.min_p == nullptr ? 0.0f : fmaxf(p.min_p[request], 0.0f);
+    if (!row_exists(p, request, row)) return;
+#pragma unroll
+    for (int i = 0; i < kListedPerThread; ++i) {
+        const int entry = i * kFilterThreads + threadIdx.x;
+        if (entry < kMaxListed) storage.listed.lists[entry] = keys[i];
+    }
+    if (int(threadIdx.x) < kMaxChunks) masses[threadIdx.x] = own_mass;
+    const bool has_nan = __syncthreads_or(isnan(own_mass));
 
     // The best token, and the mass of the whole row relative to it: every warp computes the same.
+    const uint64_t* lists = storage.listed.lists;
     uint64_t best = kNoKey;
     for (int chunk = threadIdx.x % 32; chunk < chunks; chunk += 32) best = max(best, lists[chunk * kListKeys]);
 #pragma unroll
@@ -345,10 +377,7 @@ __global__ void __launch_bounds__(kFilterThreads, 2)
     result.largest = usable_largest(key_value(best));
     result.threshold_value = -INFINITY;
     result.threshold_token = 0xFFFFFFFFu;
-    const float* masses = workspace.masses + int64_t(blockIdx.x) * chunks;
-    bool has_nan = false;
-    for (int chunk = threadIdx.x % 32; chunk < chunks; chunk += 32) has_nan |= isnan(masses[chunk]);
-    result.faulty = __any_sync(0xFFFFFFFFu, has_nan);
+    result.faulty = has_nan;
     if (temperature <= 0.0f || result.faulty) {
         if (threadIdx.x == 0) workspace.rows[blockIdx.x] = result;
         return;
@@ -363,20 +392,16 @@ __global__ void __launch_bounds__(kFilterThreads, 2)
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) mass += __shfl_xor_sync(0xFFFFFFFFu, mass, offset);
     result.mass = mass;
-    if (!is_filtered(p, request)) {
+    const int top_k = asked_top_k > 0 && asked_top_k < p.valid_columns ? int(asked_top_k) : 0;
+    if (top_k == 0 && !(top_p < 1.0f) && min_p == 0.0f) {
         if (threadIdx.x == 0) workspace.rows[blockIdx.x] = result;
         return;
     }
-
-    const int64_t asked_top_k = p.top_k == nullptr ? 0 : p.top_k[request];
-    const int top_k = asked_top_k > 0 && asked_top_k < p.valid_columns ? int(asked_top_k) : 0;
-    const float top_p = p.top_p == nullptr ? 1.0f : p.top_p[request];
-    result.least_weight = p.min_p == nullptr ? 0.0f : fmaxf(p.min_p[request], 0.0f);
-
+    result.least_weight = min_p;
     const Filters filters{top_k, top_p, p.valid_columns};
     // A few keys of each chunk end most filters; sorting them all takes several times as long.
-    if (!filter_listed(lists, chunks, kShallow, scale, filters, result, storage.listed, scan) &&
-        !filter_listed(lists, chunks, kListKeys, scale, filters, result, storage.listed, scan))
+    if (!filter_listed(chunks, kShallow, scale, filters, result, storage.listed, scan) &&
+        !filter_listed(chunks, kListKeys, scale, filters, result, storage.listed, scan))
         filter_by_counting(logit_row<T>(p, request, row), scale, uint64_t(top_k), top_p, result, storage.counting,
                            scan);
     if (threadIdx.x == 0) workspace.rows[blockIdx.x] = result;

@@ -23,29 +23,51 @@ struct RowDistribution {
 // Keys that accept keeps of each chunk. Fewer make the first launch cheaper and send more filters to counting.
 constexpr int kListKeys = 16;
 
+// Neighbouring columns whose mass is kept: what one vector of each of a chunk's threads covers, 4 KB of a row. Piece
+// i * chunks + c of a row is the i-th of chunk c.
+constexpr int kPieceVectors = kChunkThreads;
+template <typename T>
+constexpr int kPiecesPerChunk = ChunkValues<T>::kVectors;
+constexpr int kMaxPieces = kMaxChunks * kPiecesPerChunk<float>;
+
 struct AcceptWorkspace {
     uint64_t* lists;        // [B*S, chunks, kListKeys] descending keys of each chunk
     float* masses;          // [B*S, chunks] sum of exp((x - chunk's largest) / T); NaN marks a NaN
+    float* pieces;          // [B*S, kPiecesPerChunk * chunks] the part of each piece in its chunk's mass
     RowDistribution* rows;  // [B*S]
 
     __host__ __device__ static int64_t bytes(int64_t rows, int chunks) {
         return rows * (chunks * int64_t(kListKeys * sizeof(uint64_t)) + int64_t(sizeof(RowDistribution)) +
-                       (chunks + 3) / 4 * 4 * int64_t(sizeof(float)));
+                       chunks * (1 + kPiecesPerChunk<float>)*int64_t(sizeof(float)));
     }
     __host__ __device__ AcceptWorkspace(void* start, int64_t row_count, int chunks) {
         lists = static_cast<uint64_t*>(start);
         rows = reinterpret_cast<RowDistribution*>(lists + row_count * chunks * kListKeys);
         masses = reinterpret_cast<float*>(rows + row_count);
+        pieces = masses + row_count * chunks;
     }
 };
+
+// No filter has cut the row: its pieces' masses are whole too.
+__device__ __forceinline__ bool is_whole(const RowDistribution& d) {
+    return d.threshold_value == -INFINITY && d.threshold_token == 0xFFFFFFFFu && d.least_weight <= 0.0f;
+}
+
+template <typename T>
+__device__ __forceinline__ const float* row_pieces(const AcceptWorkspace& workspace, int64_t row, int chunks) {
+    return workspace.pieces + row * (kPiecesPerChunk<T> * chunks);
+}
 
 __device__ __forceinline__ bool row_exists(const dflash_accept_params& p, int request, int row) {
     return p.block_lengths == nullptr || row < p.block_lengths[request];
 }
 
 __device__ __forceinline__ bool is_filtered(const dflash_accept_params& p, int request) {
-    return (p.top_k != nullptr && p.top_k[request] > 0 && p.top_k[request] < p.valid_columns) ||
-           (p.top_p != nullptr && p.top_p[request] < 1.0f) || (p.min_p != nullptr && p.min_p[request] > 0.0f);
+    // Read before the first is judged: one after the other they would take three times as long.
+    const int64_t top_k = p.top_k == nullptr ? 0 : p.top_k[request];
+    const float top_p = p.top_p == nullptr ? 1.0f : p.top_p[request];
+    const float min_p = p.min_p == nullptr ? 0.0f : p.min_p[request];
+    return (top_k > 0 && top_k < p.valid_columns) || top_p < 1.0f || min_p > 0.0f;
 }
 
 template <typename T>

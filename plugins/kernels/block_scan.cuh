@@ -5,11 +5,11 @@
 
 namespace dflash {
 
-// Exclusive prefix of `value` over the block's threads; `total` receives the sum. `warp_sums` holds one entry per warp
-// (at most 32) and may be reused after the next __syncthreads().
-template <typename Number>
+// Exclusive prefix of `value` over the block's kThreads threads; `total` receives the sum. `warp_sums` holds one entry
+// per warp and may be reused after the next __syncthreads().
+template <int kThreads, typename Number>
 __device__ Number exclusive_scan(Number value, Number* warp_sums, Number& total) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     Number inclusive = value;
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) {
@@ -22,7 +22,8 @@ __device__ Number exclusive_scan(Number value, Number* warp_sums, Number& total)
     if (lane == 31) warp_sums[warp] = inclusive;
     __syncthreads();
     Number before = Number(0), all = Number(0);
-    for (int i = 0; i < warps; ++i) {
+#pragma unroll
+    for (int i = 0; i < kThreads / 32; ++i) {
         if (i == warp) before = all;
         all += warp_sums[i];
     }

@@ -16,10 +16,11 @@ template <typename T, bool Transformed>
 __global__ void __launch_bounds__(kChunkThreads)
     chunk_candidates(const T* logits, int64_t stride, int valid_columns, int count, float multiplier, float softcap,
                      uint64_t* lists) {
-    __shared__ SelectStorage storage;
+    __shared__ SelectStorage<kMaxCount> storage;
     const int row = blockIdx.y, chunk = blockIdx.x, chunks = gridDim.x;
     wait_for_previous_launch();
     ChunkValues<T> values(LogitRow<T>(logits + row * stride, valid_columns), chunk, chunks);
+    values.load();
     let_next_launch_start();
     const auto transform = [=](float value) {
         if (!Transformed) return value;
@@ -31,7 +32,7 @@ __global__ void __launch_bounds__(kChunkThreads)
 #pragma unroll
         for (int slot = 0; slot < kValuesPerThread; ++slot) values.values[slot] = transform(values.values[slot]);
     }
-    select_chunk(values, transform, count, storage, lists + (int64_t(row) * chunks + chunk) * count);
+    select_chunk<Keys::kAll>(values, transform, count, storage, lists + (int64_t(row) * chunks + chunk) * count);
 }
 
 __device__ void write_candidates(const uint64_t* best, int row, int count, int64_t id_offset, float* values,
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(kMergeThreads)
     wait_for_previous_launch();
     let_next_launch_start();
     constexpr int kKeys = (kMaxChunks * kMaxCount + kMergeThreads - 1) / kMergeThreads;
-    __shared__ SelectStorage storage;
+    __shared__ SelectStorage<kMaxCount> storage;
     __shared__ uint64_t best[kMaxCount];
     const int row = blockIdx.x, total = chunks * count;
     uint64_t keys[kKeys];
@@ -57,8 +58,7 @@ __global__ void __launch_bounds__(kMergeThreads)
         const int entry = i * kMergeThreads + threadIdx.x;
         keys[i] = entry < total ? lists[int64_t(row) * total + entry] : kNoKey;
     }
-    select_keys(
-        kKeys,
+    select_keys<kGroupThreads, kKeys>(
         [&](int slot) {
             uint64_t key = kNoKey;
 #pragma unroll

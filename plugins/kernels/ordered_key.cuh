@@ -80,8 +80,8 @@ struct LogitRow {
     __device__ int vectors() const { return (columns + skew + kVectorElements<T> - 1) / kVectorElements<T>; }
 
     __device__ bool is_inside(int vector) const {
-        const int first = first_column(vector);
-        return first >= 0 && first + kVectorElements<T> <= columns;
+        const int first = skew > 0, end = (columns + skew) / kVectorElements<T>;
+        return vector >= first && vector < end;
     }
 
     // Loads vectors `vector`, `vector + step`, …: all 16-byte loads are in flight before the first is used, and nothing
@@ -120,6 +120,18 @@ struct LogitRow {
             has_nan |= values[i] != values[i];
             values[i] = fmaxf(values[i], -INFINITY);
         }
+    }
+
+    // A vector that is not inside, its columns outside the row as -infinity; NaN stays.
+    __device__ uint4 edge_vector(int vector) const {
+        uint4 packed;
+        T* elements = reinterpret_cast<T*>(&packed);
+#pragma unroll
+        for (int j = 0; j < kVectorElements<T>; ++j) {
+            const int column = first_column(vector) + j;
+            elements[j] = column >= 0 && column < columns ? row[column] : from_float<T>(-INFINITY);
+        }
+        return packed;
     }
 
     // A single valid column, as load() would give it.

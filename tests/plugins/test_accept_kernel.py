@@ -171,6 +171,49 @@ def test_decisions(seed: int, cases: int, large: bool) -> None:
     assert judged > 0.8 * requests, f"only {judged} of {requests} could be judged"
 
 
+def test_rows_that_a_grammar_masked() -> None:
+    """Nearly everything is -infinity: few, one or hundreds of tokens per row are left, in clumps or anywhere."""
+    generator = torch.Generator("cuda").manual_seed(23)
+    choose = random.Random(23)
+    judged = requests = 0
+    for number in range(60):
+        case = _random_case(choose, generator, number % 6 == 0)
+        logits = case["logits"]
+        vocabulary = logits.shape[-1]
+        left = min(choose.choice([1, 3, 40, 1500]), vocabulary)
+        first = choose.randrange(vocabulary - left + 1) if choose.random() < 0.5 else None
+        allowed = torch.zeros(logits.shape, dtype=torch.bool, device="cuda")
+        if first is None:
+            allowed.scatter_(
+                -1, torch.randint(vocabulary, (*logits.shape[:2], left), generator=generator, device="cuda"), True
+            )
+        else:
+            allowed[..., first : first + left] = True
+        case["logits"] = logits.masked_fill(~allowed, float("-inf"))
+        result = cuda_select.accept(**case)
+        for request in range(logits.shape[0]):
+            requests += 1
+            judged += _judge(
+                case, result, request, f"case {number} request {request} {tuple(logits.shape)} {left} left"
+            )
+    assert judged > 0.6 * requests, f"only {judged} of {requests} could be judged"
+
+
+def test_a_row_without_any_possible_token_gives_its_first() -> None:
+    logits = torch.full((2, 2, 20000), float("-inf"), device="cuda")
+    result = cuda_select.accept(
+        logits,
+        torch.full((2, 1), 7, device="cuda"),
+        torch.full((2, 1, 1), 7, device="cuda"),
+        torch.ones(2, 1, 1, device="cuda"),
+        torch.tensor([0.0, 1.0], device="cuda"),
+        torch.arange(2, device="cuda"),
+        torch.ones(2, dtype=torch.int64, device="cuda"),
+    )
+    assert result.tokens.tolist() == [[0, -1]] * 2
+    assert result.faulty.tolist() == [False, False]
+
+
 def test_padding_columns_have_no_probability() -> None:
     logits = torch.randn(3, 4, 1000, device="cuda", generator=torch.Generator("cuda").manual_seed(3))
     logits[..., 900:] = 50.0

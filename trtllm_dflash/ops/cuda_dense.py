@@ -51,7 +51,7 @@ def takes(x: Tensor, weight: Tensor) -> bool:
 
 
 def worthwhile(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernels here are the faster way on an H200 (``benchmarks.kernels_dense``).
+    """Whether the kernels here are the faster way on an H200 (``linear_us`` of ``benchmarks.kernels``).
 
     Above 16 rows cuBLAS is: every block of the kernel reads all of x.
     """
