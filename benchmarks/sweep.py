@@ -103,11 +103,11 @@ class SweepBenchmark:
                 command=arguments.aiperf_command,
                 max_tokens=arguments.max_tokens,
             )
-        from benchmarks.sweep_shape import FORCED_ACCEPTANCE, shape_sweep
+        from benchmarks.sweep_shape import FORCED_ACCEPTANCE, PROMPT_TOKENS, shape_sweep
 
         self.shapes["qwen3_8b"] = (
             f"36 layers, 4096/12288, 32/8 heads of 128, V 151,936, bfloat16; 5-layer DFlash 2 drafter; random weights, "
-            f"forced acceptance {FORCED_ACCEPTANCE}, prompts of 1024 random tokens"
+            f"forced acceptance {FORCED_ACCEPTANCE}, prompts of {PROMPT_TOKENS} random tokens"
         )
         plan_and_results = shape_sweep(
             self._demo_engines(2),

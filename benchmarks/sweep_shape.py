@@ -24,7 +24,7 @@ from trtllm_dflash.config.pairing import BuildLimits
 from trtllm_dflash.engine.random_weights import random_session
 from trtllm_dflash.runtime.cycle_runner import EngineOptions
 
-PROMPT_TOKENS, MAX_TOKENS = 1024, 128
+PROMPT_TOKENS, MAX_TOKENS = 512, 128
 BLOCK_SIZES = {"plain": 1, "S=16": 16}
 
 
