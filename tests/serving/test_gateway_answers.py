@@ -123,10 +123,11 @@ def test_all_parameters_reach_the_model(api: Api, triton: FakeTriton) -> None:
     assert json.loads(inputs.pop("guided_decoding_guide")) == schema
     assert json.loads(inputs.pop("chat_template_kwargs")) == {"enable_thinking": False}
     assert inputs == {
-        "max_tokens": 9, "max_tokens_must_fit": True, "temperature": 0, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "seed": 2**64 - 1,
+        "max_tokens": 9, "temperature": 0, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "seed": 2**64 - 1,
         "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1, "min_tokens": 2,
         "ignore_eos": True, "stop_words": ["END"], "stop_token_ids": [4], "top_log_probs": 2, "priority": 3,
         "deadline_s": 1.5, "bad_words": ["x"], "guided_decoding_guide_type": "json_schema", "stream": True,
+        "max_tokens_must_fit": True,
     }  # fmt: skip
 
 

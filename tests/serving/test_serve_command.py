@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -24,8 +25,13 @@ from test_triton_faults import process_ids, wait_until
 from trtllm_dflash.cli.serve_cmd import serve
 from trtllm_dflash.errors import ConfigError
 from trtllm_dflash.serving.repository import deploy
+from trtllm_dflash.serving.run_directory import PREFIX, remove_abandoned
 
 pytest.importorskip("fastapi", reason="pip install 'trtllm-dflash[openai]'")
+
+
+def run_directories() -> list[Path]:
+    return [path for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*") if (path / "lock").exists()]
 
 
 class Served:
@@ -153,6 +159,13 @@ def test_everything_dies_with_a_killed_serve(served: Served) -> None:
     served.process.wait()
     wait_until(lambda: not served.processes(), timeout_s=15)
     assert not list(Path("/dev/shm").glob(f"dflash_{served.process.pid}_*"))
+    # It could not remove its own folder; whoever starts next does, once its guard has ended too.
+    left = [
+        path for path in run_directories() if (path / "lock").read_text().startswith(f"dflash_{served.process.pid}_")
+    ]
+    assert len(left) == 1
+    wait_until(lambda: bool(remove_abandoned()) or not left[0].exists(), timeout_s=15)
+    assert not left[0].exists()
 
 
 @pytest.mark.triton
