@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from trtllm_dflash.cli.option_checks import given, refuse_given
+from trtllm_dflash.cli.progress_lines import progress_lines
+
 if TYPE_CHECKING:
     from trtllm_dflash.serving.front_end import FrontEnd
     from trtllm_dflash.serving.tritonserver import ServerHandle
@@ -94,6 +97,7 @@ def serve(
         raise click.UsageError("give -m/--model-repository, or --triton-url with --openai-port")
     if openai_port is None and (triton_urls or served_names or (api_key and model_repository is None)):
         raise click.UsageError("--triton-url and --served-model-name need --openai-port")
+    _refuse_without_effect(model_repository is not None, openai_port is not None)
     configure_logging(sys.stderr if log_file is None else log_file.open("a"), log_format)
     os.environ[LOG_FORMAT_VARIABLE] = log_format  # for the engine process, which Triton starts
     if api_key:
@@ -102,6 +106,12 @@ def serve(
         openai_port = _checked_port(openai_host, openai_port, (http_port, grpc_port, metrics_port, health_port))
     stop = _StopSignals()
     _warn_of_open_doors(host, openai_host, openai_port, api_key, model_repository is not None)
+    if api_key and openai_port is None and not given("api_key"):
+        click.echo(
+            "warning: TRTLLM_DFLASH_API_KEY guards the OpenAI front end, which is not started without --openai-port; "
+            "Triton's own ports ask for no key",
+            err=True,
+        )
     begin = time.monotonic()
     failure = None
     try:
@@ -183,17 +193,19 @@ def _start_triton(
 
     line = read_engine_facts(repository_engines(repository)).startup_line()
     click.echo(line, err=True)
-    server = running.enter_context(
-        triton_server(
-            repository,
-            http_port=ports[0],
-            grpc_port=ports[1],
-            metrics_port=ports[2],
-            health_port=ports[3],
-            host=host,
-            log=log_file,
+    # Lines on a terminal too: without --log-file Triton writes to the same stderr, and would break up a spinner.
+    with progress_lines("tritonserver is starting and the engine is loading"):
+        server = running.enter_context(
+            triton_server(
+                repository,
+                http_port=ports[0],
+                grpc_port=ports[1],
+                metrics_port=ports[2],
+                health_port=ports[3],
+                host=host,
+                log=log_file,
+            )
         )
-    )
     facts |= {
         "model": server.model_name,
         "runs": line,
@@ -273,6 +285,23 @@ def _drain(server: ServerHandle | None, front_end: FrontEnd | None, timeout_s: f
         front_end.drain()
     if server is not None:
         server.drain(max(deadline - time.monotonic(), 0.0))
+
+
+def _refuse_without_effect(has_triton: bool, has_front_end: bool) -> None:
+    if has_triton:
+        refuse_given(
+            ("triton_model",), "with -m: every --triton-url must serve the model of that repository by its name"
+        )
+    else:
+        refuse_given(
+            ("http_port", "grpc_port", "metrics_port", "health_port", "host"),
+            "without -m/--model-repository: no Triton server is started here",
+        )
+    if not has_front_end:
+        refuse_given(
+            ("openai_host", "api_key"),
+            "without --openai-port: no front end is started, and Triton's ports ask for no key",
+        )
 
 
 def _warn_of_open_doors(

@@ -391,6 +391,9 @@ def _choose_block_size(session: EngineSession, speculation: SpeculationMode, wan
             hint="convert with --drafter and build again, or use --no-speculation",
         )
     if session.drafter_config is None or speculation == "off":
+        if wanted not in (None, 1):
+            reason = "this engine has no drafter" if session.drafter_config is None else "speculation is off"
+            raise RequestError("block_size", wanted, f"1 or none: {reason}")
         return 1
     if wanted is None:
         return built
