@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 @click.option("--gpus", type=int, help="GPUs that serve, for tok/s per GPU.  [default: the engine's ranks, or 1]")
 @load_options
 @click.option("--concurrency", type=int, help="Requests in flight, all the time.  [default: 1 without a rate]")
-@click.option("--request-rate", type=float, metavar="R", help="Poisson arrivals, R a second, instead.")
+@click.option(
+    "--request-rate", type=float, metavar="R", help="Poisson arrivals, R a second; --concurrency then bounds them."
+)
 @click.option("--num-prompts", type=int, default=32, show_default=True, help="Measured requests.")
 @click.option("--warm-up", type=int, help="Requests before them, not measured.  [default: the concurrency]")
 @speculation_option

@@ -15,7 +15,13 @@ from trtllm_dflash.ops.plugin_library import load_library
 
 @click.group()
 def plugins() -> None:
-    """The CUDA plugin library: compile it, or see what one holds."""
+    """The CUDA plugin library: compile it, or see what one holds.
+
+    \b
+    Example:
+      trtllm-dflash plugins build
+      trtllm-dflash plugins info
+    """
 
 
 @plugins.command("build")
