@@ -262,7 +262,7 @@ class LLM:
         Args:
             on_chunk: runs on the engine thread; it must be quick and not raise.
             priority: -10 to 10, larger is sooner: one more is worth ten seconds of waiting, so nobody starves. It
-                is a place in the queue: a running request is never stopped to make room for one that waits.
+                is a place in the queue: whoever waits, waits for a free slot; no running request is stopped for it.
             deadline_s: seconds from now; a request that is not finished then ends with reason ``error``.
             cache_salt: only requests of the same salt share cached prefixes with this one.
             max_tokens_must_fit: refuse a ``max_tokens`` beyond what the prompt leaves of max_seq_len; otherwise it is
