@@ -44,7 +44,9 @@ _log = logging.getLogger("trtllm_dflash.serve")
     multiple=True,
     help="http://host:port of a Triton server elsewhere that the front end uses too (or only, without -m); repeatable.",
 )
-@click.option("--triton-model", default="dflash", show_default=True, help="The model's name at --triton-url.")
+@click.option(
+    "--triton-model", default="dflash", show_default=True, help="The model's name at --triton-url, without -m."
+)
 @click.option("--served-model-name", "served_names", multiple=True, help="Names OpenAI clients ask for; repeatable.")
 @click.option(
     "--api-key",
@@ -136,6 +138,7 @@ def serve(
                     log_file=log_file,
                 )
                 facts["openai"] = f"{front_end.url}/v1"
+                _warn_of_replicas(triton_urls, server.model_name if server else triton_model)
                 if server is not None:
                     server.also_ready = front_end.problem
             facts["startup_s"] = round(time.monotonic() - begin, 1)
@@ -246,6 +249,16 @@ def _start_front_end(
     running.callback(front_end.stop)
     front_end.start()
     return front_end
+
+
+def _warn_of_replicas(triton_urls: tuple[str, ...], model: str) -> None:
+    """They may come later, so the front end starts all the same; but whoever mistyped one should not search for it."""
+    from trtllm_dflash.serving.front_end import replica_problems
+
+    for problem in replica_problems(triton_urls, model):
+        click.echo(f"warning: {problem.message}; it gets no requests until it is ready", err=True)
+        if problem.hint:
+            click.echo(f"hint: {problem.hint}", err=True)
 
 
 def _announce(facts: dict[str, object], server: ServerHandle | None, front_end: FrontEnd | None, as_json: bool) -> None:

@@ -48,7 +48,7 @@ def request_failure(status: int, text: str, *, url: str, model: str) -> Meaning:
         index = f"curl -X POST {url}/v2/repository/index"
         return Meaning(
             f"{url}: has no model {model!r} {said}",
-            f"the name is deploy's --model-name; what this server has: {index}",
+            f"the name is deploy's --model-name (serve --triton-model, bench --model); what this server has: {index}",
             True,
         )
     if "has no available versions" in text or "not ready" in text:
