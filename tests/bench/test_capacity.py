@@ -21,27 +21,27 @@ from trtllm_dflash.errors import ConfigError
 
 
 def test_a_load_within_the_slots_is_not_remarked_on() -> None:
-    assert queueing_warning("a", {"max_batch_size": 8}, [1, 8]) is None
-    assert queueing_warning("a", {}, [1000]) is None
+    assert queueing_warning({"max_batch_size": 8}, [1, 8]) is None
+    assert queueing_warning({}, [1000]) is None
 
 
 def test_what_is_beyond_the_slots_waits_and_beyond_the_queue_is_refused() -> None:
-    text = queueing_warning("a", {"max_batch_size": 8, "max_queue": 20}, [4, 28, 16])
+    text = queueing_warning({"max_batch_size": 8, "max_queue": 20}, [4, 28, 16])
     assert text is not None
-    assert text.startswith("a: concurrency 16, 28 is more than its 8 slots (max_batch_size): 8 requests run")
+    assert text.startswith("concurrency 16, 28 is more than the engine's 8 slots (max_batch_size): 8 requests run")
     assert "refused" not in text
-    refused = queueing_warning("a", {"max_batch_size": 8, "max_queue": 20}, [29])
+    refused = queueing_warning({"max_batch_size": 8, "max_queue": 20}, [29])
     assert refused is not None
     assert refused.endswith("beyond 28 requests are refused (max_queue 20)")
 
 
 def test_results_json_says_what_was_beyond_an_engine() -> None:
     cut = result(10, 10) | {"cut_short": 3}
-    runs = [run("plain", 64, 0, result(10, 10)), run("fast", 128, 0, cut, prompts_left_out=2)]
+    runs = [run("plain", 64, 0, result(10, 10), prompts_left_out=2), run("fast", 128, 0, cut, prompts_left_out=2)]
     warnings = [text for text in document(runs)["warnings"] if text.startswith(("plain", "fast"))]
-    assert [text.split(":")[0] for text in warnings] == ["fast"] * 3
-    queue, left_out, short = warnings
-    assert "concurrency 128 is more than its 64 slots" in queue
+    assert [text.split(":")[0] for text in warnings] == ["plain, fast", "fast", "fast"]
+    left_out, queue, short = warnings
+    assert "concurrency 128 is more than the engine's 64 slots" in queue
     assert "2 prompts are left out" in left_out
     assert "3 of 8 outputs were cut short of --max-tokens" in short
 
@@ -67,7 +67,7 @@ def test_bench_warns_before_and_in_its_document(
     printed = capsys.readouterr()
     assert ended.value.code == 0
     (warning,) = json.loads(printed.out)["warnings"]
-    assert "concurrency 3 is more than its 2 slots" in warning
+    assert "concurrency 3 is more than the engine's 2 slots" in warning
     assert printed.err.count(f"warning: {warning}") == 1
 
 
@@ -93,9 +93,9 @@ def test_sweep_warns_before_and_in_its_results(
     with pytest.raises(SystemExit) as ended:
         main([str(word) for word in words])
     assert ended.value.code == 0
-    assert "warning: auto: concurrency 3 is more than its 2 slots" in capsys.readouterr().err
+    assert "warning: auto: concurrency 3 is more than the engine's 2 slots" in capsys.readouterr().err
     warnings = json.loads((output / "results.json").read_text())["warnings"]
-    assert any(text.startswith("auto: concurrency 3 is more than its 2 slots") for text in warnings)
+    assert any(text.startswith("auto: concurrency 3 is more than the engine's 2 slots") for text in warnings)
 
 
 def test_outputs_that_a_server_cut_are_counted(

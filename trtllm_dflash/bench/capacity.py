@@ -25,7 +25,7 @@ def capacity_of(url: str, model: str) -> dict[str, int]:
     return {}
 
 
-def queueing_warning(label: str, facts: Mapping[str, object], concurrencies: Iterable[int]) -> str | None:
+def queueing_warning(facts: Mapping[str, object], concurrencies: Iterable[int]) -> str | None:
     """Which concurrencies are more than ``facts`` (of a configuration) has slots for, and what then happens."""
     slots, queue = facts.get("max_batch_size"), facts.get("max_queue")
     if not isinstance(slots, int):
@@ -35,7 +35,7 @@ def queueing_warning(label: str, facts: Mapping[str, object], concurrencies: Ite
         return None
     listed = ", ".join(map(str, beyond))
     text = (
-        f"{label}: concurrency {listed} is more than its {slots} slots (max_batch_size): {slots} requests run, the "
+        f"concurrency {listed} is more than the engine's {slots} slots (max_batch_size): {slots} requests run, the "
         "rest wait in the queue, and their waiting is in the time to the first token"
     )
     if isinstance(queue, int) and beyond[-1] > slots + queue:
@@ -43,25 +43,34 @@ def queueing_warning(label: str, facts: Mapping[str, object], concurrencies: Ite
     return text
 
 
-def left_out_warning(label: str, facts: Mapping[str, object]) -> str | None:
+def left_out_warning(facts: Mapping[str, object]) -> str | None:
     """How many prompts were left out because they and the output do not fit into a sequence."""
     left_out = facts.get("prompts_left_out")
     if not isinstance(left_out, int) or not left_out:
         return None
     return (
-        f"{label}: {left_out} prompts are left out: with --max-tokens more they are longer than max_seq_len; ask for "
-        "fewer tokens, or build with a larger --max-seq-len"
+        f"{left_out} prompts are left out: with --max-tokens more they are longer than max_seq_len; ask for fewer "
+        "tokens, or build with a larger --max-seq-len"
     )
 
 
-def cut_warning(label: str, cut: int, requests: int) -> str | None:
+def cut_warning(cut: int, requests: int) -> str | None:
     """How many outputs ended where their ``max_tokens`` had been cut to what the sequence left."""
     if not cut:
         return None
     return (
-        f"{label}: {cut} of {requests} outputs were cut short of --max-tokens, because the sequence was full (the "
-        "engine's max_seq_len)"
+        f"{cut} of {requests} outputs were cut short of --max-tokens, because the sequence was full (the engine's "
+        "max_seq_len)"
     )
+
+
+def by_label(texts: Iterable[tuple[str, str | None]]) -> list[str]:
+    """One line for each different text of (label, text), after the labels that share it."""
+    labels: dict[str, list[str]] = {}
+    for label, text in texts:
+        if text is not None:
+            labels.setdefault(text, []).append(label)
+    return [f"{', '.join(sharing)}: {text}" for text, sharing in labels.items()]
 
 
 def cut_short(records: Sequence[RequestRecord]) -> int:

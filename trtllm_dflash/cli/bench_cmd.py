@@ -134,15 +134,15 @@ def bench(
                 )
             # Before the load: who did not mean it can stop here.
             remarks = [
-                queueing_warning(configuration.label, opened.facts, [] if concurrency is None else [concurrency]),
-                left_out_warning(configuration.label, opened.facts),
+                queueing_warning(opened.facts, [] if concurrency is None else [concurrency]),
+                left_out_warning(opened.facts),
             ]
             _warn(remarks)
             progress("warming up …", 0, num_prompts)
             measured = run_point(opened, workload, load, progress=progress)
         finally:
             opened.close()
-    cut = cut_warning(configuration.label, measured.cut_short, measured.requests)
+    cut = cut_warning(measured.cut_short, measured.requests)
     _warn([cut])
     if as_json:
         document = {

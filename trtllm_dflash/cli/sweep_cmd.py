@@ -212,15 +212,16 @@ def _refuse_without_effect(configs: str | None, load_generator: str, *, has_url:
 
 def _warn_of_queues(in_process: list[Configuration], concurrencies: Sequence[int]) -> None:
     """Before anything is measured; results.json says it again."""
-    from trtllm_dflash.bench.capacity import queueing_warning
+    from trtllm_dflash.bench.capacity import by_label, queueing_warning
     from trtllm_dflash.engine.directory import open_engine_directory
 
+    texts = []
     for one in in_process:
         assert one.engines is not None
         slots = open_engine_directory(one.engines, verify=False).limits.max_batch_size
-        text = queueing_warning(one.label, {"max_batch_size": slots}, concurrencies)
-        if text is not None:
-            click.echo(f"warning: {text}", err=True)
+        texts.append((one.label, queueing_warning({"max_batch_size": slots}, concurrencies)))
+    for line in by_label(texts):
+        click.echo(f"warning: {line}", err=True)
 
 
 def _configurations(
