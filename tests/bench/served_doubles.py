@@ -64,7 +64,13 @@ class _Triton(_Handler):
         if self.path == "/v2/repository/index":
             self.answer([{"name": "dflash", "state": "READY"}])
             return
-        assert self.path == "/v2/models/dflash/generate_stream"
+        if self.path == "/v2/models/dflash/generate" and body.get("control") == "health":
+            facts = {"state": "ready", "limits": asdict(self.llm.limits), "max_queue": 256}
+            self.answer({"text_output": json.dumps(facts)})
+            return
+        if self.path != "/v2/models/dflash/generate_stream":
+            self.answer({"error": f"Request for unknown model: {self.path.split('/')[3]!r} is not found"}, 404)
+            return
         self.begin_stream()
 
         def show(_: int, chunk: Any) -> None:
@@ -73,7 +79,8 @@ class _Triton(_Handler):
                 ids = list(chunk.token_ids)
                 event["token_ids"] = ids if len(ids) > 1 else ids[0]
             if chunk.metrics is not None:
-                event |= {"finish_reason": chunk.finish_reason, "request_metrics": json.dumps(asdict(chunk.metrics))}
+                metrics = {**asdict(chunk.metrics), "warnings": chunk.warnings}
+                event |= {"finish_reason": chunk.finish_reason, "request_metrics": json.dumps(metrics)}
             self.event(event)
 
         params = SamplingParams(max_tokens=body["max_tokens"], temperature=body["temperature"])

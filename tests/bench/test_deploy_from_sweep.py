@@ -56,6 +56,48 @@ def test_the_chosen_settings_reach_the_engine_process(tiny_engines: Callable[...
         assert word in config
 
 
+def _engine_command(folder: Path, output: Path, *options: str) -> list[str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["deploy", "--from-sweep", str(folder), "-o", str(output), *options])
+    assert ended.value.code == 0
+    text = (output / "dflash" / "config.pbtxt").read_text()
+    quoted = next(line for line in text.splitlines() if '"engine_command"' in line).split("string_value: ")[1]
+    command: list[str] = json.loads(json.loads(quoted[: quoted.rindex('"') + 1]))
+    return command
+
+
+def _value(command: list[str], option: str) -> str | None:
+    return command[command.index(option) + 1] if option in command else None
+
+
+def test_the_memory_of_the_sweep_reaches_the_engine_process(tiny_engines: Callable[..., Path], tmp_path: Path) -> None:
+    folder = _choice(tiny_engines("llama-v2"), tmp_path, kv_cache_tokens=640)
+    assert _value(_engine_command(folder, tmp_path / "models"), "--kv-cache-tokens") == "640"
+    own = _engine_command(folder, tmp_path / "others", "--kv-cache-tokens", "1280")
+    assert _value(own, "--kv-cache-tokens") == "1280"
+
+
+def test_what_is_given_beside_a_sweep_wins(tiny_engines: Callable[..., Path], tmp_path: Path) -> None:
+    """Also the word that is the default, and a speculation that leaves the sweep's block size without a meaning."""
+    plain = _choice(tiny_engines("llama-v2"), tmp_path, block_size=1, config="plain")
+    assert _value(_engine_command(plain, tmp_path / "a"), "--speculation") == "off"
+    assert _value(_engine_command(plain, tmp_path / "b", "--speculation", "auto"), "--speculation") is None
+    folder = _choice(tiny_engines("llama-v2"), tmp_path, block_size=2)
+    command = _engine_command(folder, tmp_path / "c", "--no-speculation")
+    assert (_value(command, "--speculation"), _value(command, "--block-size")) == ("off", None)
+
+
+def test_the_choice_of_a_sweep_reaches_tensorrt_llm(tiny_engines: Callable[..., Path], tmp_path: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    folder = _choice(tiny_engines("llama-v2"), tmp_path, block_size=2, max_concurrency=3, kv_cache_tokens=640)
+    with pytest.raises(SystemExit) as ended:
+        main(["deploy", "--from-sweep", str(folder), "-o", str(tmp_path / "out"), "--runtime", "trtllm"])
+    assert ended.value.code == 0
+    settings = yaml.safe_load((tmp_path / "out" / "trtllm_serve.yaml").read_text())
+    assert (settings["max_batch_size"], settings["speculative_config"]["max_draft_len"]) == (3, 1)
+    assert settings["kv_cache_config"]["max_tokens"] == 640
+
+
 def test_plain_decoding_of_an_engine_with_a_drafter_switches_speculation_off(
     tiny_engines: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -72,7 +114,12 @@ def test_larger_blocks_than_built_need_another_build(tiny_engines: Callable[...,
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [(["--block-size", "99"], "block size is 99, expected 1 to"), (["--max-running", "0"], "max running is 0")],
+    [
+        (["--block-size", "99"], "block size is 99, expected 1 to"),
+        (["--max-running", "0"], "max running is 0"),
+        (["--kv-cache-tokens", "1"], "KV cache tokens are 1, expected at least"),
+        (["--no-speculation", "--block-size", "2"], "block size is 2 and speculation is off"),
+    ],
 )
 def test_settings_beyond_the_engine_are_refused(
     tiny_engines: Callable[..., Path],

@@ -191,6 +191,7 @@ def test_one_token_has_no_acceptance_length(tiny_llms: Callable) -> None:
         ({"speculation": "maybe"}, RequestError, "speculation: got 'maybe', expected auto, on or off"),
         ({"block_size": 7}, RequestError, "block_size: got 7, expected 1 to the engine's block size 6"),
         ({"block_size": 0}, RequestError, "block_size: got 0"),
+        ({"block_size": 2, "speculation": "off"}, RequestError, "block_size: got 2, expected 1 or none: speculation"),
         ({"device": "tpu"}, EngineError, "device 'tpu': expected cpu or cuda:N"),
         ({"device": "meta"}, EngineError, "device 'meta': expected cpu or cuda:N"),
         ({"kv_cache_tokens": 31}, EngineError, "kv_cache_tokens is 31, expected at least one page of 32 tokens"),

@@ -68,6 +68,30 @@ def test_max_tokens_beyond_max_seq_len_ends_there(tiny_llms: Callable) -> None:
     output = llm.generate([ACTIVE[1]] * 200, replace(BASE, max_tokens=1000))[0]
     assert len(output.token_ids) == llm.limits.max_seq_len - 200
     assert output.finish_reason == "length"
+    (warning,) = output.warnings
+    assert warning.startswith(
+        "max_tokens: got 1000, cut to 56: the sequence is full (max_seq_len 256, of which the prompt"
+    )
+
+
+def test_only_an_output_that_was_cut_says_so(tiny_llms: Callable) -> None:
+    """Neither a max_tokens that fits, nor as many as fit, nor one that did not fit but was not reached either."""
+    llm = tiny_llms("llama-v2")
+    prompt = [ACTIVE[1]] * 200
+    whole = llm.generate(prompt, replace(BASE, max_tokens=None))[0]
+    ended = replace(BASE, max_tokens=1000, stop_token_ids=(whole.token_ids[9],))
+    outputs = llm.generate([prompt] * 3, [replace(BASE, max_tokens=56), replace(BASE, max_tokens=None), ended])
+    assert [len(output.token_ids) for output in outputs[:2]] == [56, 56]
+    assert outputs[2].finish_reason == "stop"
+    assert [output.warnings for output in outputs] == [(), (), ()]
+
+
+def test_a_max_tokens_that_must_fit_is_refused(tiny_llms: Callable) -> None:
+    llm = tiny_llms("llama-v2")
+    before = llm.stats()
+    with pytest.raises(RequestError, match=r"max_tokens: got 57, expected at most 56: .* is 256 tokens .* has 200"):
+        llm.submit([ACTIVE[1]] * 200, replace(BASE, max_tokens=57), lambda chunk: None, max_tokens_must_fit=True)
+    assert llm.stats() == before
 
 
 def test_stop_id_at_every_place_of_a_block(tiny_llms: Callable) -> None:

@@ -65,6 +65,7 @@ class CountingEngine:
         priority: int = 0,
         deadline_s: float | None = None,
         cache_salt: str | None = None,
+        max_tokens_must_fit: bool = False,
     ) -> str:
         tokens = len(prompt.split()) if isinstance(prompt, str) else len(prompt)
         if tokens + 1 > LIMITS.max_seq_len:

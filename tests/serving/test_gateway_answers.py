@@ -127,6 +127,7 @@ def test_all_parameters_reach_the_model(api: Api, triton: FakeTriton) -> None:
         "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1, "min_tokens": 2,
         "ignore_eos": True, "stop_words": ["END"], "stop_token_ids": [4], "top_log_probs": 2, "priority": 3,
         "deadline_s": 1.5, "bad_words": ["x"], "guided_decoding_guide_type": "json_schema", "stream": True,
+        "max_tokens_must_fit": True,
     }  # fmt: skip
 
 
@@ -137,6 +138,8 @@ def test_defaults_are_openais(api: Api, triton: FakeTriton) -> None:
     chat, plain = triton.inputs
     assert (chat["temperature"], chat["max_tokens"]) == (1.0, 2**31 - 1)
     assert (plain["temperature"], plain["max_tokens"], plain["text_input"]) == (1.0, 16, "hi")
+    # A limit that nobody asked for is cut where it does not fit.
+    assert "max_tokens_must_fit" not in {**chat, **plain}
 
 
 def test_several_prompts_and_samples(api: Api, triton: FakeTriton) -> None:

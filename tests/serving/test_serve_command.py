@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -24,8 +25,13 @@ from test_triton_faults import process_ids, wait_until
 from trtllm_dflash.cli.serve_cmd import serve
 from trtllm_dflash.errors import ConfigError
 from trtllm_dflash.serving.repository import deploy
+from trtllm_dflash.serving.run_directory import PREFIX, remove_abandoned
 
 pytest.importorskip("fastapi", reason="pip install 'trtllm-dflash[openai]'")
+
+
+def run_directories() -> list[Path]:
+    return [path for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*") if (path / "lock").exists()]
 
 
 class Served:
@@ -34,7 +40,10 @@ class Served:
     def __init__(self, folder: Path, *options: str) -> None:
         self.folder = folder
         self.log = folder / "log"
-        code = "from trtllm_dflash.cli.serve_cmd import serve; serve()"
+        code = (
+            "from trtllm_dflash.cli import progress_lines as lines; lines.FIRST_S = 0.0; lines._LOOK_S = 0.01\n"
+            "from trtllm_dflash.cli.serve_cmd import serve; serve()"
+        )
         ports = [
             option for name in ("http", "grpc", "metrics", "health", "openai") for option in (f"--{name}-port", "0")
         ]
@@ -121,6 +130,8 @@ def test_sigterm_drains(served: Served) -> None:
     assert direct[0] >= 90  # two tokens a step
     assert served.process.wait(timeout=20) == 0
     wait_until(lambda: not served.processes(), timeout_s=3)
+    assert served.process.stderr is not None
+    assert "s] tritonserver is starting and the engine is loading\n" in served.process.stderr.read()
     lines = [json.loads(line) for line in served.log.read_text().splitlines() if line.startswith("{")]
     (line,) = [line for line in lines if line.get("path") == "/v1/completions" and line["status"] == 200]
     assert line["completion_tokens"] == 200
@@ -153,6 +164,13 @@ def test_everything_dies_with_a_killed_serve(served: Served) -> None:
     served.process.wait()
     wait_until(lambda: not served.processes(), timeout_s=15)
     assert not list(Path("/dev/shm").glob(f"dflash_{served.process.pid}_*"))
+    # It could not remove its own folder; whoever starts next does, once its guard has ended too.
+    left = [
+        path for path in run_directories() if (path / "lock").read_text().startswith(f"dflash_{served.process.pid}_")
+    ]
+    assert len(left) == 1
+    wait_until(lambda: bool(remove_abandoned()) or not left[0].exists(), timeout_s=15)
+    assert not left[0].exists()
 
 
 @pytest.mark.triton
@@ -203,13 +221,19 @@ def test_api_key_is_asked_for_and_not_shown(served: Served) -> None:
 def test_a_front_end_alone_for_servers_elsewhere(served: Served, tmp_path: Path) -> None:
     code = "from trtllm_dflash.cli.serve_cmd import serve; serve()"
     command = [sys.executable, "-c", code, "--json", "--openai-port", "0", "--triton-url", served.facts["http"]]
-    other = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    # One that is not there (yet) is warned of, and does not keep the others from serving.
+    command += ["--triton-url", "http://127.0.0.1:9"]
+    other = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert other.stdout is not None
         served.facts["openai"] = json.loads(other.stdout.readline())["openai"]
         assert served.complete(max_tokens=3)[0] == 200
         other.send_signal(signal.SIGTERM)
         assert other.wait(timeout=15) == 0
+        assert other.stderr is not None
+        said = other.stderr.read()
+        assert "warning: http://127.0.0.1:9: no Triton server answers: Connection refused; it gets no requests" in said
+        assert said.count("warning:") == 1
         assert served.get("http", "/v2/health/ready") == 200  # what it did not start goes on
     finally:
         other.kill()

@@ -196,7 +196,8 @@ def test_engine_that_cannot_load_ends_the_start_with_the_reason(tmp_path: Path) 
     deploy(engines, tmp_path / "repository")
     (engines / "config.json").write_text((engines / "config.json").read_text() + " ")
     with (
-        pytest.raises(EngineError, match=r"SHA-256.*run `trtllm-dflash deploy` again"),
+        pytest.raises(EngineError, match=r"SHA-256 is .*, expected .* as recorded by deploy$") as caught,
         triton_server(tmp_path / "repository", log=tmp_path / "log", start_timeout_s=60),
     ):
         pass
+    assert caught.value.hint == "the engine was rebuilt after deploy: run `trtllm-dflash deploy` again"

@@ -115,6 +115,23 @@ def test_samples_of_one_seed_differ_and_repeat(api: Api) -> None:
     assert texts() == first
 
 
+def test_a_max_tokens_that_does_not_fit_is_refused_there_and_cut_here(api: Api, served: ServerHandle) -> None:
+    """The front end as vLLM, the tensors as TensorRT-LLM; without a limit a chat ends where the sequence is full."""
+    room = 256 - 200
+    status, answer, _ = api.complete([5] * 200, max_tokens=room + 1)
+    assert (status, answer["error"]["param"], answer["error"]["code"]) == (400, "max_tokens", "context_length_exceeded")
+    assert f"max_tokens: got {room + 1}, expected at most {room}: this model's maximum" in answer["error"]["message"]
+    assert api.complete([5] * 200, max_tokens=room, ignore_eos=True)[1]["usage"]["completion_tokens"] == room
+    assert api.complete([5] * 250, ignore_eos=True)[1]["usage"]["completion_tokens"] == 6  # not asked for: 16, cut
+    status, answer, _ = api.chat("abc", ignore_eos=True)
+    assert (status, answer["choices"][0]["finish_reason"]) == (200, "length")
+    assert answer["usage"]["total_tokens"] == 256
+    end = served.client().generate(input_ids=[5] * 200, max_tokens=1000, ignore_eos=True)
+    assert end["finish_reason"] == "length"
+    (warning,) = json.loads(str(end["request_metrics"]))["warnings"]
+    assert warning.startswith(f"max_tokens: got 1000, cut to {room}")
+
+
 def test_structured_output_over_http(api: Api) -> None:
     pytest.importorskip("xgrammar", reason="pip install 'trtllm-dflash[structured]'")
     properties = {"a": {"enum": ["b", "c"]}}

@@ -71,6 +71,44 @@ def test_only_its_own_directory_is_replaced(tiny_engines: Callable[..., Path], t
         deploy_trtllm(engines, other, force=True, **names)
 
 
+def test_choices_are_written_in_tensorrt_llms_words(tiny_engines: Callable[..., Path], tmp_path: Path) -> None:
+    model, serve = _written(
+        tiny_engines("llama-v2"), tmp_path / "out", target="a/b", drafter="a/c", block_size=2, max_running=3,
+        prefix_cache=False, kv_cache_tokens=640,
+    )  # fmt: skip
+    for document in (model, serve):
+        assert document["speculative_config"]["max_draft_len"] == 1
+        assert document["max_batch_size"] == 3
+        cache = {"free_gpu_memory_fraction": 0.9, "enable_block_reuse": False, "max_tokens": 640}
+        assert document["kv_cache_config"] == cache
+
+
+@pytest.mark.parametrize("choices", [{"speculation": "off"}, {"block_size": 1}])
+def test_plain_decoding_has_no_speculative_config(
+    tiny_engines: Callable[..., Path], tmp_path: Path, choices: dict[str, Any]
+) -> None:
+    model, serve = _written(tiny_engines("llama-v2"), tmp_path / "out", target="a/b", **choices)
+    assert "speculative_config" not in {**model, **serve}
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"block_size": 99}, "block size is 99, expected 1 to"),
+        ({"max_running": 17}, "max running is 17, expected 1 to 16"),
+        ({"kv_cache_tokens": 1}, "KV cache tokens are 1, expected at least"),
+        ({"speculation": "off", "block_size": 2}, "plain decoding has no blocks"),
+        ({"speculation": "off"}, "drafter is 'a/c' without speculation"),
+    ],
+)
+def test_choices_that_cannot_be_are_refused(
+    tiny_engines: Callable[..., Path], tmp_path: Path, choices: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        deploy_trtllm(tiny_engines("llama-v2"), tmp_path / "out", target="a/b", drafter="a/c", **choices)
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_demo_pair_needs_names(tiny_engines: Callable[..., Path], tmp_path: Path) -> None:
     engines = tmp_path / "engines"
     engines.mkdir()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from trtllm_dflash.bench.capacity import capacity_of
 from trtllm_dflash.bench.endpoints import Endpoint, InProcess
 from trtllm_dflash.bench.served import Api, ServedModel, find_served_model, open_endpoint
 from trtllm_dflash.bench.workload import Workload, encode_within
@@ -59,6 +60,23 @@ class Configuration:
             raise ConfigError(f"{self.label}: AIPerf sends to a url; an engine in this process has none")
         if self.gpus is not None and self.gpus < 1:
             raise ConfigError(f"{self.label}: gpus is {self.gpus}, expected at least 1")
+        if self.speculation == "off" and self.block_size not in (None, 1):
+            raise ConfigError(
+                f"{self.label}: block_size is {self.block_size} and speculation is off: plain decoding has no blocks"
+            )
+        self._refuse_without_effect()
+
+    def _refuse_without_effect(self) -> None:
+        """A setting that changes nothing would be taken for a difference between two curves."""
+        names: tuple[str, ...]
+        if self.url is not None:
+            names, owner = ("speculation", "block_size", "kv_cache_tokens", "prefix_cache"), "a url: it is the server's"
+        else:
+            names, owner = ("api", "model", "tokenizer"), "an engine directory: it belongs to a url"
+        defaults = {field.name: field.default for field in fields(self)}
+        for name in names:
+            if getattr(self, name) != defaults[name]:
+                raise ConfigError(f"{self.label}: {name} has no effect on {owner}")
 
 
 @dataclass
@@ -205,6 +223,7 @@ def _open_served(configuration: Configuration, workload: Workload, max_prompt_to
         "api": served.api,
         "model": served.model,
         "load_generator": configuration.load_generator,
+        **(capacity_of(served.url, served.model) if served.api == "triton" else {}),
         "prompts_left_out": dropped,
     }
     return Opened(configuration, open_endpoint(served), prompts, configuration.gpus or 1, (), facts, served=served)

@@ -19,6 +19,7 @@ class SweepChoice:
     speculation: SpeculationMode
     block_size: int | None
     max_running: int
+    kv_cache_tokens: int | None
     remarks: tuple[str, ...]
 
 
@@ -50,4 +51,11 @@ def choice_of_sweep(folder: Path, engines: Path | None = None) -> SweepChoice:
             "did in the sweep"
         )
     mode: SpeculationMode = "off" if size == 1 else "auto" if chosen["speculation"] == "auto" else "on"
-    return SweepChoice(path, mode, size if size > 1 else None, min(concurrency, limits.max_batch_size), tuple(remarks))
+    return SweepChoice(
+        engines=path,
+        speculation=mode,
+        block_size=size if size > 1 else None,
+        max_running=min(concurrency, limits.max_batch_size),
+        kv_cache_tokens=chosen.get("kv_cache_tokens"),
+        remarks=tuple(remarks),
+    )

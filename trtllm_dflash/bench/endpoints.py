@@ -53,6 +53,7 @@ class InProcess:
                 record.end = now
                 record.finish_reason = chunk.finish_reason
                 record.error = chunk.error
+                record.is_cut = any(text.startswith("max_tokens:") for text in chunk.warnings)
                 metrics = chunk.metrics
                 if metrics is not None:
                     record.prompt_tokens = metrics.prompt_tokens

@@ -18,6 +18,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trtllm_dflash.bench.capacity import cut_short
 from trtllm_dflash.bench.load import LoadResult
 from trtllm_dflash.bench.records import RequestRecord
 from trtllm_dflash.errors import EngineError
@@ -69,6 +70,7 @@ class Measurement:
         joules, joules_per_token: of the GPUs within the window, None without NVML.
         outputs_sha256: of all measured outputs; equal for two runs whose outputs are the same.
         first_error: text of the first failure.
+        cut_short: measured requests whose max_tokens did not fit into the sequence and whose output ended there.
     """
 
     requests: int
@@ -91,6 +93,7 @@ class Measurement:
     joules_per_token: float | None
     outputs_sha256: str
     first_error: str | None = None
+    cut_short: int = 0
 
 
 def measure(result: LoadResult, *, gpus: int = 1, joules: float | None = None) -> Measurement:
@@ -142,6 +145,7 @@ def measure(result: LoadResult, *, gpus: int = 1, joules: float | None = None) -
         joules_per_token=joules / tokens if joules is not None and tokens else None,
         outputs_sha256=_digest(good),
         first_error=failed[0].error if failed else None,
+        cut_short=cut_short(good),
     )
 
 

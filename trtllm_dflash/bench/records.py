@@ -18,6 +18,7 @@ class RequestRecord:
         start, end: seconds of ``time.perf_counter``: when it was sent, when its last event came.
         events: (seconds, tokens) of every event that brought tokens, in order.
         finish_reason: None when it was cut off. error: the failure's text, or None.
+        is_cut: its max_tokens did not fit into the sequence, and it ended there.
         prompt_tokens, completion_tokens: counts, None when the endpoint does not say.
         cycles, drafted, accepted: of its speculative decoding, None when the endpoint does not say.
         histogram: entry j counts cycles that kept j drafts, or None.
@@ -31,6 +32,7 @@ class RequestRecord:
     events: list[tuple[float, float]] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
+    is_cut: bool = False
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cycles: int | None = None

@@ -58,6 +58,11 @@ def find_served_model(url: str, *, api: Api | None = None, model: str | None = N
         raise ConfigError(
             f"{root}: nothing answers: {error}", hint="start the server, or check host and port"
         ) from error
+    except http.client.HTTPException as error:
+        raise ConfigError(
+            f"{root}: what answers there does not speak HTTP ({type(error).__name__})",
+            hint="gRPC and metrics have ports of their own: give that of HTTP, e.g. serve's --http-port (8000)",
+        ) from error
     wanted = {
         "triton": "Triton's /v2/health/live",
         "openai": "OpenAI's /v1/models",
@@ -110,6 +115,7 @@ class TritonEndpoint:
             record.drafted = int(metrics.get("drafted_tokens", 0))
             record.cycles = int(metrics.get("cycles", 0))
             record.histogram = tuple(map(int, metrics.get("accepted_histogram", ()))) or None
+            record.is_cut = any(str(text).startswith("max_tokens:") for text in metrics.get("warnings", ()))
 
     def stop_all(self) -> None:
         """Streams look at their ``stop`` after every event, and leaving one closes its connection."""
@@ -143,6 +149,8 @@ class OpenAIEndpoint:
                         break
         except (EngineError, OSError) as error:
             record.error = str(error)
+        except http.client.HTTPException as error:
+            record.error = f"the connection was lost ({type(error).__name__})"
         record.end = record.events[-1][0] if record.events and record.error is None else time.perf_counter()
         if record.completion_tokens is not None:
             record.spread_evenly(record.completion_tokens)
@@ -247,9 +255,14 @@ def _server_sent_events(url: str, path: str, body: Mapping[str, object]) -> Iter
 def _only_triton_model(root: str) -> str:
     status, index = _request(root, "POST", "/v2/repository/index")
     ready = sorted({str(entry["name"]) for entry in index if entry.get("state") == "READY"}) if status == 200 else []
+    if not ready:
+        raise ConfigError(
+            f"{root}: Triton has no model that is ready",
+            hint="wait until its model is loaded (trtllm-dflash serve says when), or read the server's log",
+        )
     if len(ready) != 1:
         raise ConfigError(
-            f"{root}: Triton serves {len(ready)} ready models ({', '.join(ready) or 'none'}), expected one",
+            f"{root}: Triton serves {len(ready)} ready models ({', '.join(ready)}), expected one",
             hint="name it with --model",
         )
     return ready[0]

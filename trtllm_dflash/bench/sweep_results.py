@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trtllm_dflash.bench.capacity import by_label, cut_warning, left_out_warning, queueing_warning
 from trtllm_dflash.bench.machine import Steadiness, noise_warnings
 from trtllm_dflash.bench.measurement import kept_shares
 from trtllm_dflash.bench.sweep_journal import RunRecord, written_whole
@@ -201,7 +202,22 @@ def _warnings(runs: Sequence[RunRecord], points: Sequence[dict[str, Any]], metho
     most = max((point["requests"] // point["repeats"] for point in points), default=0)
     if most > workload["prompts"]:
         warnings.append(f"there are {workload['prompts']} prompts for {most} requests a run: some were sent repeatedly")
-    return warnings
+    return warnings + _capacity_warnings(runs)
+
+
+def _capacity_warnings(runs: Sequence[RunRecord]) -> list[str]:
+    """What each configuration was asked for beyond its slots, its queue and its sequences."""
+    texts: list[tuple[str, str | None]] = []
+    for label in dict.fromkeys(run.key.label for run in runs):
+        own = [run for run in runs if run.key.label == label]
+        facts = own[-1].facts
+        cut, requests = sum(run.result.get("cut_short", 0) for run in own), sum(run.result["requests"] for run in own)
+        texts += [
+            (label, queueing_warning(facts, [run.key.concurrency for run in own])),
+            (label, left_out_warning(facts)),
+            (label, cut_warning(cut, requests)),
+        ]
+    return by_label(texts)
 
 
 def _differing_outputs(points: Sequence[dict[str, Any]]) -> list[str]:

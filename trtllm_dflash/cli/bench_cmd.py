@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from trtllm_dflash.cli.load_options import load_options, workload_from_options
+from trtllm_dflash.cli.option_checks import refuse_given
 from trtllm_dflash.cli.progress_bar import plan_progress
 from trtllm_dflash.cli.speculation_option import speculation_option
 from trtllm_dflash.config.sampling import SpeculationMode
@@ -30,7 +32,9 @@ if TYPE_CHECKING:
 @click.option("--gpus", type=int, help="GPUs that serve, for tok/s per GPU.  [default: the engine's ranks, or 1]")
 @load_options
 @click.option("--concurrency", type=int, help="Requests in flight, all the time.  [default: 1 without a rate]")
-@click.option("--request-rate", type=float, metavar="R", help="Poisson arrivals, R a second, instead.")
+@click.option(
+    "--request-rate", type=float, metavar="R", help="Poisson arrivals, R a second; --concurrency then bounds them."
+)
 @click.option("--num-prompts", type=int, default=32, show_default=True, help="Measured requests.")
 @click.option("--warm-up", type=int, help="Requests before them, not measured.  [default: the concurrency]")
 @speculation_option
@@ -75,6 +79,7 @@ def bench(
       trtllm-dflash bench -e engines --dataset gsm8k.jsonl --concurrency 8
       trtllm-dflash bench --url http://127.0.0.1:8000 --tokenizer engines --dataset gsm8k.jsonl
     """
+    from trtllm_dflash.bench.capacity import cut_warning, left_out_warning, queueing_warning
     from trtllm_dflash.bench.configuration import Configuration, open_configuration
     from trtllm_dflash.bench.load import Load
     from trtllm_dflash.bench.machine import machine_facts
@@ -87,10 +92,13 @@ def bench(
         raise click.UsageError("give --engines or --url, one of them")
     if url is not None and cycle_table is not None:
         raise click.UsageError("--cycle-table belongs to --engines: cycles of a server cannot be timed from outside")
-    if url is not None and (speculation != "auto" or block_size is not None or kv_cache_tokens is not None):
-        raise click.UsageError(
-            "--speculation, --block-size and --kv-cache-tokens are the server's business: it has them"
+    if url is not None:
+        refuse_given(
+            ("speculation", "no_speculation", "block_size", "kv_cache_tokens", "prefix_cache", "stages", "device"),
+            "with --url: that is the server's business",
         )
+    else:
+        refuse_given(("api", "model", "tokenizer"), "with --engines: it belongs to --url")
     if concurrency is None and request_rate is None:
         concurrency = 1
     load = Load(concurrency, request_rate, num_prompts, warm_up)
@@ -124,10 +132,18 @@ def bench(
                     batches=batch_choices(opened.llm.limits.max_batch_size),
                     block_sizes=block_size_choices(opened.llm.block_size),
                 )
+            # Before the load: who did not mean it can stop here.
+            remarks = [
+                queueing_warning(opened.facts, [] if concurrency is None else [concurrency]),
+                left_out_warning(opened.facts),
+            ]
+            _warn(remarks)
             progress("warming up …", 0, num_prompts)
             measured = run_point(opened, workload, load, progress=progress)
         finally:
             opened.close()
+    cut = cut_warning(measured.cut_short, measured.requests)
+    _warn([cut])
     if as_json:
         document = {
             "kind": "bench",
@@ -141,6 +157,7 @@ def bench(
             },
             "result": to_json(measured),
             "stage_s": stage_s,
+            "warnings": [text for text in (*remarks, cut) if text is not None],
             "machine": machine_facts(),
         }
         click.echo(json.dumps(document))
@@ -152,6 +169,12 @@ def bench(
             err=True,
         )
         raise SystemExit(1)
+
+
+def _warn(texts: Sequence[str | None]) -> None:
+    for text in texts:
+        if text is not None:
+            click.echo(f"warning: {text}", err=True)
 
 
 def _print(

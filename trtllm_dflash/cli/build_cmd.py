@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from trtllm_dflash.cli.option_checks import refuse_given
 from trtllm_dflash.cli.progress_bar import plan_progress
 from trtllm_dflash.config.block_size_words import translate_block_size
 from trtllm_dflash.config.typed_json import to_json
@@ -92,6 +93,8 @@ def build(
     from trtllm_dflash.engine.build import build as build_engine
     from trtllm_dflash.engine.build_estimate import estimate_build
 
+    if not dry_run:
+        refuse_given(("gpu_memory_gb",), "without --dry-run")
     words = {
         "--block-size": block_size,
         "--max-draft-len": max_draft_len,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
+from trtllm_dflash.cli.option_checks import given, refuse_given
 from trtllm_dflash.cli.speculation_option import speculation_option
 from trtllm_dflash.config.sampling import SpeculationMode
 
@@ -32,12 +34,14 @@ from trtllm_dflash.config.sampling import SpeculationMode
 @speculation_option
 @click.option("--block-size", type=int, help="Block size S.  [default: the engine's, or the sweep's]")
 @click.option("--max-running", type=int, help="Requests that run together.  [default: the engine's, or the sweep's]")
+@click.option("--kv-cache-tokens", type=int, help="Tokens of the KV caches.  [default: by memory, or the sweep's]")
 @click.option(
     "--runtime",
     default="dflash",
     show_default=True,
     type=click.Choice(["dflash", "trtllm"]),
-    help="trtllm writes the configuration that serves the same pair on TensorRT-LLM instead.",
+    help="trtllm writes the configuration that serves the same pair on TensorRT-LLM instead; --model-name, --max-queue "
+    "and --device have no meaning there.",
 )
 @click.option(
     "--target", help="With --runtime trtllm: the target's Hugging Face id or directory.  [default: as converted]"
@@ -56,6 +60,7 @@ def deploy(
     speculation: SpeculationMode,
     block_size: int | None,
     max_running: int | None,
+    kv_cache_tokens: int | None,
     runtime: str,
     target: str | None,
     drafter: str | None,
@@ -71,33 +76,40 @@ def deploy(
     """
     from trtllm_dflash.serving import repository
 
+    if runtime == "trtllm":
+        refuse_given(
+            ("model_name", "max_queue", "device"),
+            "with --runtime trtllm: leave it away, or give TensorRT-LLM's own option to the command that is printed",
+        )
+    elif target is not None or drafter is not None:
+        raise click.UsageError("--target and --drafter belong to --runtime trtllm: an engine directory has its weights")
     if from_sweep is not None:
         from trtllm_dflash.bench.deploy_from_sweep import choice_of_sweep
 
         choice = choice_of_sweep(from_sweep, engines)
         engines = choice.engines
-        speculation = choice.speculation if speculation == "auto" else speculation
-        block_size, max_running = block_size or choice.block_size, max_running or choice.max_running
+        if not given("speculation", "no_speculation"):
+            speculation = choice.speculation
+        if block_size is None and speculation != "off":
+            block_size = choice.block_size
+        max_running = choice.max_running if max_running is None else max_running
+        kv_cache_tokens = choice.kv_cache_tokens if kv_cache_tokens is None else kv_cache_tokens
         for remark in choice.remarks:
             click.echo(remark, err=True)
     if engines is None:
         raise click.UsageError("give --engines, or --from-sweep")
+    choices: dict[str, Any] = {
+        "prefix_cache": prefix_cache,
+        "speculation": speculation,
+        "block_size": block_size,
+        "max_running": max_running,
+        "kv_cache_tokens": kv_cache_tokens,
+    }
     if runtime == "trtllm":
-        _deploy_trtllm(engines, output, target, drafter, force=force, as_json=as_json)
+        _deploy_trtllm(engines, output, target, drafter, choices, force=force, as_json=as_json)
         return
-    if target is not None or drafter is not None:
-        raise click.UsageError("--target and --drafter belong to --runtime trtllm: an engine directory has its weights")
     report = repository.deploy(
-        engines,
-        output,
-        model_name=model_name,
-        max_queue=max_queue,
-        device=device,
-        prefix_cache=prefix_cache,
-        speculation=speculation,
-        block_size=block_size,
-        max_running=max_running,
-        force=force,
+        engines, output, model_name=model_name, max_queue=max_queue, device=device, force=force, **choices
     )
     limits = dataclasses.asdict(report.facts.limits)
     if as_json:
@@ -119,11 +131,18 @@ def deploy(
 
 
 def _deploy_trtllm(
-    engines: Path, output: Path, target: str | None, drafter: str | None, *, force: bool, as_json: bool
+    engines: Path,
+    output: Path,
+    target: str | None,
+    drafter: str | None,
+    choices: dict[str, Any],
+    *,
+    force: bool,
+    as_json: bool,
 ) -> None:
     from trtllm_dflash.serving.trtllm_runtime import deploy_trtllm
 
-    report = deploy_trtllm(engines, output, target=target, drafter=drafter, force=force)
+    report = deploy_trtllm(engines, output, target=target, drafter=drafter, force=force, **choices)
     if as_json:
         facts = {
             "output": str(report.output),

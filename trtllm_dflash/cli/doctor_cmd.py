@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 import trtllm_dflash
+from trtllm_dflash.cli.extras import Extra, installed_extras
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Finding:
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def doctor(as_json: bool) -> None:
-    """Say what this machine can do: versions, GPUs, TensorRT, plugin library, Triton.
+    """Say what this machine can do, and what brings the rest: versions, GPUs, Triton, plugin library, extras.
 
     \b
     Example:
@@ -53,27 +54,35 @@ def examine() -> list[Finding]:
     return [
         Finding("python", "ok", f"{platform.python_version()} on {platform.machine()}"),
         Finding("trtllm-dflash", "ok", trtllm_dflash.__version__),
-        _package("torch", 'pip install "torch>=2.11,<2.14"', required=True),
-        _package("transformers", 'pip install "transformers>=5,<6"', required=True),
+        _required("torch", 'pip install "torch>=2.11,<2.14"'),
+        _required("transformers", 'pip install "transformers>=5,<6"'),
         _cpu(),
         _gpu(),
-        _package("gguf", 'pip install "trtllm-dflash[demo]"', what="demo pair"),
         _triton(),
-        _package("tensorrt", 'pip install "trtllm-dflash[tensorrt]"', what="TensorRT engines"),
-        _package("tensorrt_rtx", 'pip install "trtllm-dflash[rtx]"', what="TensorRT-RTX plans without a GPU"),
         _plugins(),
+        *map(_extra, installed_extras()),
     ]
 
 
-def _package(module: str, command: str, *, required: bool = False, what: str | None = None) -> Finding:
-    name = f"{module} ({what})" if what else module
+def _required(module: str, command: str) -> Finding:
     if importlib.util.find_spec(module) is None:
-        return Finding(name, "broken" if required else "missing", "not installed", command)
-    distribution = {"tensorrt_rtx": "tensorrt-rtx-cu13"}.get(module, module)
+        return Finding(module, "broken", "not installed", command)
     try:
-        return Finding(name, "ok", importlib.metadata.version(distribution))
+        return Finding(module, "ok", importlib.metadata.version(module))
     except importlib.metadata.PackageNotFoundError:
-        return Finding(name, "ok", "installed, version unknown")
+        return Finding(module, "ok", "installed, version unknown")
+
+
+def _extra(extra: Extra) -> Finding:
+    name = f"extra {extra.name} ({extra.purpose})"
+    if not extra.is_known:
+        found = "the installed package does not know it: it is older than this code, or was not installed"
+        return Finding(name, "missing", found, "pip install -e . again in the checkout, or " + extra.command)
+    here = ", ".join(extra.found)
+    if not extra.lacking:
+        return Finding(name, "ok", here)
+    lacking = f"not installed: {', '.join(extra.lacking)}"
+    return Finding(name, "missing", f"{lacking}; installed: {here}" if here else lacking, extra.command)
 
 
 def _cpu() -> Finding:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 
+from trtllm_dflash.cli.option_checks import refuse_given
+from trtllm_dflash.cli.progress_bar import plan_progress, waiting
 from trtllm_dflash.cli.speculation_option import speculation_option
 from trtllm_dflash.config.sampling import SamplingParams, SpeculationMode
 from trtllm_dflash.errors import ConfigError
 
 if TYPE_CHECKING:
     from trtllm_dflash.runtime.llm import LLM
-    from trtllm_dflash.runtime.outputs import RequestOutput
+    from trtllm_dflash.runtime.outputs import OutputChunk, RequestOutput
 
 
 @click.command()
@@ -66,11 +68,12 @@ def generate(
 
     if not prompts and prompts_file is None:
         raise click.UsageError("give --prompt or --prompts-file")
+    if not as_json:
+        refuse_given(("logprobs",), "without --json")
     if num_speculative_tokens is not None:
         block_size = _translate(num_speculative_tokens, block_size)
     params = SamplingParams(**sampling)
-    console = Console(stderr=True)
-    with console.status(f"loading {engines} …"):
+    with waiting(f"loading {engines} …"):
         llm = LLM(engines, speculation=speculation, device=device, block_size=block_size)
     with llm:
         wrap = llm.has_chat_template if chat is None else chat
@@ -78,21 +81,41 @@ def generate(
         if prompts_file is not None:
             requests += [_from_line(line, wrap) for line in _json_lines(prompts_file)]
         stream = len(requests) == 1 and not as_json
-
-        def show(index: int, chunk: Any) -> None:
-            if stream:
-                click.echo(chunk.text, nl=False)
-
         started = time.perf_counter()
-        outputs = llm.generate(requests, params, on_chunk=show)
+        if stream:
+            outputs = llm.generate(requests, params, on_chunk=lambda _, chunk: click.echo(chunk.text, nl=False))
+        else:
+            outputs = _generate_all(llm, requests, params)
         elapsed = time.perf_counter() - started
         document = generation_document(llm, outputs, elapsed)
+    warn_of_cuts(outputs)
     if as_json:
         click.echo(json.dumps(document, ensure_ascii=False))
     else:
         _print_text(outputs, document["summary"], streamed=stream)
     if any(output.finish_reason == "error" for output in outputs):
         raise SystemExit(1)
+
+
+def _generate_all(llm: LLM, requests: list[Any], params: SamplingParams) -> list[RequestOutput]:
+    ended = 0
+    with plan_progress("generating …") as progress:
+
+        def show(_: int, chunk: OutputChunk) -> None:
+            nonlocal ended
+            if chunk.finish_reason is not None:
+                ended += 1
+                progress("outputs", ended, len(requests))
+
+        return llm.generate(requests, params, on_chunk=show)
+
+
+def warn_of_cuts(outputs: Sequence[RequestOutput]) -> None:
+    """One line on stderr when outputs ended because their ``max_tokens`` did not fit into the sequence."""
+    texts = [text for output in outputs for text in output.warnings]
+    if texts:
+        others = f" (and {len(texts) - 1} more outputs)" if len(texts) > 1 else ""
+        click.echo(f"warning: {texts[0]}{others}", err=True)
 
 
 def generation_document(llm: LLM, outputs: list[RequestOutput], elapsed_s: float) -> dict[str, Any]:
@@ -114,6 +137,8 @@ def generation_document(llm: LLM, outputs: list[RequestOutput], elapsed_s: float
         }
         if output.error is not None:
             entry["error"] = output.error
+        if output.warnings:
+            entry["warnings"] = list(output.warnings)
         if output.logprobs is not None:
             entry["logprobs"] = [asdict(token) for token in output.logprobs]
         listed.append(entry)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from trtllm_dflash.cli.option_checks import refuse_given
+
 if TYPE_CHECKING:
     from trtllm_dflash.bench.workload import Workload
 
@@ -66,6 +68,8 @@ def workload_from_options(options: dict[str, Any], *, count: int | None, engines
     params = SamplingParams(**{name: options.pop(name) for name in names})
     synthetic = options.pop("synthetic_prompt_tokens")
     vocab_size = None
+    if synthetic is not None:
+        refuse_given(("chat",), "with --synthetic-prompt-tokens: random tokens are no messages")
     if synthetic is not None and engines is not None:
         vocab_size = open_engine_directory(engines, verify=False).target_config.vocab_size
     return make_workload(

@@ -7,15 +7,21 @@ import json
 from pathlib import Path
 
 import click
-from rich.console import Console
 
+from trtllm_dflash.cli.progress_bar import waiting
 from trtllm_dflash.ops.plugin_build import DEFAULT_SMS, build_library, parse_sms
 from trtllm_dflash.ops.plugin_library import load_library
 
 
 @click.group()
 def plugins() -> None:
-    """The CUDA plugin library: compile it, or see what one holds."""
+    """The CUDA plugin library: compile it, or see what one holds.
+
+    \b
+    Example:
+      trtllm-dflash plugins build
+      trtllm-dflash plugins info
+    """
 
 
 @plugins.command("build")
@@ -44,7 +50,7 @@ def build(sms: str, tensorrt_root: Path | None, output: Path | None, jobs: int |
       trtllm-dflash plugins build --sm 90,120
     """
     chosen = parse_sms(sms)
-    with Console(stderr=True).status(f"compiling for SM {', '.join(map(str, chosen))} …"):
+    with waiting(f"compiling for SM {', '.join(map(str, chosen))} …"):
         report = build_library(chosen, output, tensorrt_root=tensorrt_root, jobs=jobs)
     if as_json:
         facts = {"path": str(report.path), "sm": list(report.sms), "elapsed_s": round(report.elapsed_s, 1)}

@@ -1,4 +1,4 @@
-"""One progress bar for everything that reports (label, bytes done, bytes in all)."""
+"""One progress bar for everything that reports (label, done, in all); plain lines where stderr is no terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rich.progress import (
 )
 
 from trtllm_dflash.checkpoint.progress import Progress as ProgressCallback
-from trtllm_dflash.checkpoint.progress import silent
+from trtllm_dflash.cli.progress_lines import progress_lines
 
 
 class _Bar:
@@ -37,10 +37,11 @@ class _Bar:
 
 @contextmanager
 def progress_bar() -> Iterator[ProgressCallback]:
-    """A progress bar on stderr, or silence when stderr is not a terminal."""
+    """A bar of bytes for each label on stderr, or lines when stderr is not a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield silent
+        with progress_lines("starting", in_bytes=True) as lines:
+            yield lines
         return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
@@ -52,7 +53,8 @@ def plan_progress(title: str) -> Iterator[ProgressCallback]:
     """Like :func:`progress_bar` for work that counts steps: one bar that names the phase it is in."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield silent
+        with progress_lines(title) as lines:
+            yield lines
         return
     with Progress(
         SpinnerColumn(),
@@ -69,3 +71,15 @@ def plan_progress(title: str) -> Iterator[ProgressCallback]:
             progress.update(task, description=label, completed=done, total=total or None)
 
         yield show
+
+
+@contextmanager
+def waiting(title: str) -> Iterator[None]:
+    """Something that takes a while and has no steps: a spinner, or lines when stderr is not a terminal."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with console.status(title):
+            yield
+    else:
+        with progress_lines(title):
+            yield

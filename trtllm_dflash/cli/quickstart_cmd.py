@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
+from trtllm_dflash.cli.generate_cmd import warn_of_cuts
 from trtllm_dflash.cli.progress_bar import plan_progress, progress_bar
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ class _Run:
                 outputs[mode] = [llm.generate([_chat(prompt)], params)[0] for prompt in prompts]
                 elapsed = time.perf_counter() - begun
                 rates[mode] = sum(len(output.token_ids) for output in outputs[mode]) / elapsed
+        warn_of_cuts(outputs["on"])
         for prompt, output in zip(prompts, outputs["on"], strict=True):
             self._say(f"\n> {prompt}\n{output.text.strip()}")
         cycles = sum(output.metrics.cycles for output in outputs["on"])

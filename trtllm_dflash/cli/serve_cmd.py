@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from trtllm_dflash.cli.option_checks import given, refuse_given
+from trtllm_dflash.cli.progress_lines import progress_lines
+
 if TYPE_CHECKING:
     from trtllm_dflash.serving.front_end import FrontEnd
     from trtllm_dflash.serving.tritonserver import ServerHandle
@@ -41,7 +44,9 @@ _log = logging.getLogger("trtllm_dflash.serve")
     multiple=True,
     help="http://host:port of a Triton server elsewhere that the front end uses too (or only, without -m); repeatable.",
 )
-@click.option("--triton-model", default="dflash", show_default=True, help="The model's name at --triton-url.")
+@click.option(
+    "--triton-model", default="dflash", show_default=True, help="The model's name at --triton-url, without -m."
+)
 @click.option("--served-model-name", "served_names", multiple=True, help="Names OpenAI clients ask for; repeatable.")
 @click.option(
     "--api-key",
@@ -94,6 +99,7 @@ def serve(
         raise click.UsageError("give -m/--model-repository, or --triton-url with --openai-port")
     if openai_port is None and (triton_urls or served_names or (api_key and model_repository is None)):
         raise click.UsageError("--triton-url and --served-model-name need --openai-port")
+    _refuse_without_effect(model_repository is not None, openai_port is not None)
     configure_logging(sys.stderr if log_file is None else log_file.open("a"), log_format)
     os.environ[LOG_FORMAT_VARIABLE] = log_format  # for the engine process, which Triton starts
     if api_key:
@@ -102,6 +108,12 @@ def serve(
         openai_port = _checked_port(openai_host, openai_port, (http_port, grpc_port, metrics_port, health_port))
     stop = _StopSignals()
     _warn_of_open_doors(host, openai_host, openai_port, api_key, model_repository is not None)
+    if api_key and openai_port is None and not given("api_key"):
+        click.echo(
+            "warning: TRTLLM_DFLASH_API_KEY guards the OpenAI front end, which is not started without --openai-port; "
+            "Triton's own ports ask for no key",
+            err=True,
+        )
     begin = time.monotonic()
     failure = None
     try:
@@ -126,6 +138,7 @@ def serve(
                     log_file=log_file,
                 )
                 facts["openai"] = f"{front_end.url}/v1"
+                _warn_of_replicas(triton_urls, server.model_name if server else triton_model)
                 if server is not None:
                     server.also_ready = front_end.problem
             facts["startup_s"] = round(time.monotonic() - begin, 1)
@@ -183,17 +196,19 @@ def _start_triton(
 
     line = read_engine_facts(repository_engines(repository)).startup_line()
     click.echo(line, err=True)
-    server = running.enter_context(
-        triton_server(
-            repository,
-            http_port=ports[0],
-            grpc_port=ports[1],
-            metrics_port=ports[2],
-            health_port=ports[3],
-            host=host,
-            log=log_file,
+    # Lines on a terminal too: without --log-file Triton writes to the same stderr, and would break up a spinner.
+    with progress_lines("tritonserver is starting and the engine is loading"):
+        server = running.enter_context(
+            triton_server(
+                repository,
+                http_port=ports[0],
+                grpc_port=ports[1],
+                metrics_port=ports[2],
+                health_port=ports[3],
+                host=host,
+                log=log_file,
+            )
         )
-    )
     facts |= {
         "model": server.model_name,
         "runs": line,
@@ -236,6 +251,16 @@ def _start_front_end(
     return front_end
 
 
+def _warn_of_replicas(triton_urls: tuple[str, ...], model: str) -> None:
+    """They may come later, so the front end starts all the same; but whoever mistyped one should not search for it."""
+    from trtllm_dflash.serving.front_end import replica_problems
+
+    for problem in replica_problems(triton_urls, model):
+        click.echo(f"warning: {problem.message}; it gets no requests until it is ready", err=True)
+        if problem.hint:
+            click.echo(f"hint: {problem.hint}", err=True)
+
+
 def _announce(facts: dict[str, object], server: ServerHandle | None, front_end: FrontEnd | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(facts))
@@ -273,6 +298,23 @@ def _drain(server: ServerHandle | None, front_end: FrontEnd | None, timeout_s: f
         front_end.drain()
     if server is not None:
         server.drain(max(deadline - time.monotonic(), 0.0))
+
+
+def _refuse_without_effect(has_triton: bool, has_front_end: bool) -> None:
+    if has_triton:
+        refuse_given(
+            ("triton_model",), "with -m: every --triton-url must serve the model of that repository by its name"
+        )
+    else:
+        refuse_given(
+            ("http_port", "grpc_port", "metrics_port", "health_port", "host"),
+            "without -m/--model-repository: no Triton server is started here",
+        )
+    if not has_front_end:
+        refuse_given(
+            ("openai_host", "api_key"),
+            "without --openai-port: no front end is started, and Triton's ports ask for no key",
+        )
 
 
 def _warn_of_open_doors(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from trtllm_dflash.cli.load_options import load_options, workload_from_options
+from trtllm_dflash.cli.option_checks import refuse_given
 from trtllm_dflash.cli.progress_bar import plan_progress
 
 if TYPE_CHECKING:
@@ -100,6 +102,8 @@ def sweep(
       trtllm-dflash sweep compare old-sweep sweep
     """
     if context.invoked_subcommand is not None:
+        every = tuple(str(parameter.name) for parameter in context.command.params)
+        refuse_given(every, f"before {context.invoked_subcommand}, which measures nothing")
         return
     from trtllm_dflash.bench.machine import machine_facts
     from trtllm_dflash.bench.predict_requests import predict_curve, read_cycle_table
@@ -111,11 +115,14 @@ def sweep(
 
     if output is None:
         raise click.UsageError("give -o/--output, the directory of results")
+    _refuse_without_effect(configs, load_generator, has_url=bool(url), has_predictions=bool(predict))
     require_packages()
     device = options.pop("device")
     shared = {"model": model, "gpus": gpus, "load_generator": load_generator, "aiperf_command": aiperf_command}
     configurations = _configurations(engines, configs, url, label, tokenizer, shared)
     in_process = [one for one in configurations if one.engines is not None]
+    if not in_process:
+        refuse_given(("device", "max_open"), "without engines in this process")
     plan = SweepPlan(
         tuple(configurations),
         parse_concurrencies(concurrency),
@@ -128,8 +135,9 @@ def sweep(
     first = in_process[0].engines if in_process else None
     workload = workload_from_options(options, count=num_prompts, engines=first)
     table = read_cycle_table(cycle_table) if cycle_table is not None else None
+    _warn_of_queues(in_process, plan.concurrencies)
     with plan_progress("sweep") as progress:
-        method, runs = run_sweep(plan, workload, output, progress=_spoken(progress))
+        method, runs = run_sweep(plan, workload, output, progress=progress)
     labels = [one.label for one in configurations]
     document = make_results(runs, method, machine_facts(), labels=labels, command=_command())
     for words in predict:
@@ -188,6 +196,34 @@ def compare(before: Path, after: Path, min_change: float, fail_on_regression: bo
         raise SystemExit(1)
 
 
+def _refuse_without_effect(configs: str | None, load_generator: str, *, has_url: bool, has_predictions: bool) -> None:
+    if not has_url:
+        refuse_given(
+            ("model", "tokenizer", "gpus", "load_generator", "aiperf_command"),
+            "without --url (a configuration in a YAML file has keys of these names)",
+        )
+    if load_generator != "aiperf":
+        refuse_given(("aiperf_command",), "without --load-generator aiperf")
+    if not has_predictions:
+        refuse_given(("cycle_table",), "without --predict")
+    if configs is not None and configs.endswith((".yaml", ".yml")):
+        refuse_given(("engines",), "beside a YAML file: name the directory there, as the key engines")
+
+
+def _warn_of_queues(in_process: list[Configuration], concurrencies: Sequence[int]) -> None:
+    """Before anything is measured; results.json says it again."""
+    from trtllm_dflash.bench.capacity import by_label, queueing_warning
+    from trtllm_dflash.engine.directory import open_engine_directory
+
+    texts = []
+    for one in in_process:
+        assert one.engines is not None
+        slots = open_engine_directory(one.engines, verify=False).limits.max_batch_size
+        texts.append((one.label, queueing_warning({"max_batch_size": slots}, concurrencies)))
+    for line in by_label(texts):
+        click.echo(f"warning: {line}", err=True)
+
+
 def _configurations(
     engines: tuple[Path, ...],
     configs: str | None,
@@ -227,18 +263,6 @@ def _on_gpu(device: str | None) -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def _spoken(progress: Any) -> Any:
-    """Progress on a terminal; one line a run otherwise, so that a log shows that it goes on."""
-    quiet = sys.stderr.isatty()
-
-    def show(label: str, done: int, total: int) -> None:
-        progress(label, done, total)
-        if not quiet:
-            click.echo(f"[{done + 1}/{total}] {label}", err=True)
-
-    return show
 
 
 def _print(document: dict[str, Any]) -> None:

@@ -26,7 +26,13 @@ from trtllm_dflash.runtime.memory import plan_memory
 from trtllm_dflash.runtime.outputs import EngineStats, OutputChunk, RequestOutput, TokenLogprobs
 from trtllm_dflash.runtime.prompting import PROMPT_KINDS, Prompt, PromptEncoder
 from trtllm_dflash.runtime.request import RequestSpec
-from trtllm_dflash.runtime.request_limits import check_capacity, checked_deadline, checked_priority, checked_salt
+from trtllm_dflash.runtime.request_limits import (
+    check_capacity,
+    checked_deadline,
+    checked_priority,
+    checked_salt,
+    output_room,
+)
 from trtllm_dflash.runtime.scheduler import AdmissionLimits
 from trtllm_dflash.runtime.slots import SamplingMode
 
@@ -249,20 +255,24 @@ class LLM:
         priority: int = 0,
         deadline_s: float | None = None,
         cache_salt: str | None = None,
+        max_tokens_must_fit: bool = False,
     ) -> str:
         """Queue a request and return its id at once.
 
         Args:
             on_chunk: runs on the engine thread; it must be quick and not raise.
-            priority: -10 to 10, larger is sooner: one more is worth ten seconds of waiting, so nobody starves.
+            priority: -10 to 10, larger is sooner: one more is worth ten seconds of waiting, so nobody starves. It
+                is a place in the queue: whoever waits, waits for a free slot; no running request is stopped for it.
             deadline_s: seconds from now; a request that is not finished then ends with reason ``error``.
             cache_salt: only requests of the same salt share cached prefixes with this one.
+            max_tokens_must_fit: refuse a ``max_tokens`` beyond what the prompt leaves of max_seq_len; otherwise it is
+                cut, and an output that ends there says so in ``warnings``.
 
         Raises:
             RequestError: invalid prompt or parameters. QueueFullError: too many wait. Nothing was queued. A form for
             the output is checked later: an invalid one ends the request with reason ``error``, of kind ``request``.
         """
-        spec = self._spec(prompt, params)
+        spec = self._spec(prompt, params, max_tokens_must_fit=max_tokens_must_fit)
         spec = replace(
             spec,
             request_id=request_id or spec.request_id,
@@ -292,18 +302,9 @@ class LLM:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _spec(self, prompt: Prompt, params: SamplingParams) -> RequestSpec:
+    def _spec(self, prompt: Prompt, params: SamplingParams, *, max_tokens_must_fit: bool = False) -> RequestSpec:
         ids = self._prompts.encode(prompt)
-        limit = self._session.limits.max_seq_len
-        if len(ids) + 1 > limit:
-            raise RequestError(
-                "prompt",
-                f"{len(ids)} tokens",
-                f"at most max_seq_len - 1 = {limit - 1} tokens (max_seq_len {limit} counts prompt and output)",
-                hint="shorten the prompt, or build the engine with a larger --max-seq-len",
-            )
-        room = limit - len(ids)
-        wanted = room if params.max_tokens is None else min(params.max_tokens, room)
+        room = output_room(len(ids), params, self._session.limits.max_seq_len, must_fit=max_tokens_must_fit)
         target = self._session.target_config
         stop_ids = tuple(dict.fromkeys([*(() if params.ignore_eos else target.eos_token_ids), *params.stop_token_ids]))
         bad_words = self._prompts.bad_word_sequences(params.bad_words)
@@ -313,7 +314,7 @@ class LLM:
             prompt=ids,
             params=params,
             mode=SamplingMode.of(params),
-            max_output_tokens=wanted,
+            max_output_tokens=room,
             stop_ids=stop_ids,
             bad_words=bad_words,
             seed=secrets.randbits(64) if params.seed is None else params.seed,
@@ -370,6 +371,7 @@ class _Collector:
             metrics=last.metrics,
             logprobs=tuple(self._logprobs) if self._spec.params.logprobs is not None else None,
             error=last.error,
+            warnings=last.warnings,
         )
 
 
@@ -389,6 +391,9 @@ def _choose_block_size(session: EngineSession, speculation: SpeculationMode, wan
             hint="convert with --drafter and build again, or use --no-speculation",
         )
     if session.drafter_config is None or speculation == "off":
+        if wanted not in (None, 1):
+            reason = "this engine has no drafter" if session.drafter_config is None else "speculation is off"
+            raise RequestError("block_size", wanted, f"1 or none: {reason}")
         return 1
     if wanted is None:
         return built

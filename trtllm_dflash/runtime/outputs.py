@@ -61,6 +61,7 @@ class OutputChunk:
         text: new text; concatenated over chunks it is the whole text. Never splits a character.
         token_ids: new token ids. logprobs: one entry per new token id when asked for.
         finish_reason: set on the last chunk. error: message when the reason is ``error``, error_kind: whose it is.
+        warnings: on the last chunk, what was done otherwise than asked: a ``max_tokens`` that did not fit.
     """
 
     request_id: str
@@ -71,11 +72,12 @@ class OutputChunk:
     error: str | None = None
     metrics: RequestMetrics | None = None
     error_kind: ErrorKind | None = None
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A finished request."""
+    """A finished request; ``warnings`` are those of its last chunk."""
 
     request_id: str
     index: int
@@ -85,6 +87,7 @@ class RequestOutput:
     metrics: RequestMetrics
     logprobs: tuple[TokenLogprobs, ...] | None = None
     error: str | None = None
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

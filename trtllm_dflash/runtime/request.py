@@ -12,6 +12,7 @@ from trtllm_dflash.config.sampling import SamplingParams
 from trtllm_dflash.runtime.grammar import GrammarRun
 from trtllm_dflash.runtime.outputs import ErrorKind, FinishReason, OutputChunk, RequestMetrics, TokenLogprobs
 from trtllm_dflash.runtime.prefix_cache import CachedPage
+from trtllm_dflash.runtime.request_limits import cut_warning
 from trtllm_dflash.runtime.slots import SamplingMode
 from trtllm_dflash.runtime.text import TextStream
 
@@ -204,6 +205,14 @@ class Request:
         """Finish without new tokens (cancelled or failed); text that was held back is still delivered."""
         self._send(self.text.finish(), (), (), reason, error, kind)
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Of a finished request: that it ended where its ``max_tokens`` had been cut."""
+        wanted, room = self.spec.params.max_tokens, self.spec.max_output_tokens
+        if self.finish_reason != "length" or wanted is None or wanted <= room:
+            return ()
+        return (cut_warning(len(self.spec.prompt), wanted, room),)
+
     def metrics(self) -> RequestMetrics:
         """Counters up to now."""
         now = time.perf_counter()
@@ -239,7 +248,9 @@ class Request:
         try:
             kind_or_none = None if error is None else kind
             self.on_chunk(
-                OutputChunk(self.spec.request_id, text, tokens, logprobs, reason, error, metrics, kind_or_none)
+                OutputChunk(
+                    self.spec.request_id, text, tokens, logprobs, reason, error, metrics, kind_or_none, self.warnings
+                )
             )
         except Exception:
             # The consumer's fault ends its own request, never the engine's thread.

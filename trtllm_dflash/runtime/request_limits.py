@@ -37,6 +37,45 @@ def checked_salt(value: str | None) -> str | None:
     return value
 
 
+def output_room(prompt_tokens: int, params: SamplingParams, max_seq_len: int, *, must_fit: bool) -> int:
+    """Output tokens that a request may have: ``max_tokens``, cut to what the prompt leaves of the sequence.
+
+    Args:
+        prompt_tokens: length of the prompt. max_seq_len: prompt and output of one request.
+        must_fit: refuse a ``max_tokens`` that does not fit, as OpenAI's API does, instead of cutting it.
+
+    Raises:
+        RequestError: the prompt leaves no token, or ``max_tokens`` is more than it leaves and ``must_fit``.
+    """
+    length = f"this model's maximum context length (max_seq_len) is {max_seq_len} tokens of prompt and output"
+    if prompt_tokens + 1 > max_seq_len:
+        raise RequestError(
+            "prompt",
+            f"{prompt_tokens} tokens",
+            f"at most max_seq_len - 1 = {max_seq_len - 1} tokens: {length}",
+            hint="shorten the prompt, or build the engine with a larger --max-seq-len",
+        )
+    room = max_seq_len - prompt_tokens
+    if params.max_tokens is None:
+        return room
+    if must_fit and params.max_tokens > room:
+        raise RequestError(
+            "max_tokens",
+            params.max_tokens,
+            f"at most {room}: {length}, and the prompt has {prompt_tokens}",
+            hint="ask for fewer tokens, shorten the prompt, or build the engine with a larger --max-seq-len",
+        )
+    return min(params.max_tokens, room)
+
+
+def cut_warning(prompt_tokens: int, max_tokens: int, room: int) -> str:
+    """What an output says that ended because ``max_tokens`` had been cut to ``room``."""
+    return (
+        f"max_tokens: got {max_tokens}, cut to {room}: the sequence is full (max_seq_len {prompt_tokens + room}, of "
+        f"which the prompt has {prompt_tokens}); build the engine with a larger --max-seq-len for longer outputs"
+    )
+
+
 def check_capacity(
     params: SamplingParams, stop_ids: Sequence[int], bad_words: Sequence[Sequence[int]], vocab_size: int
 ) -> None:

@@ -5,22 +5,30 @@ from __future__ import annotations
 import http.client
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from urllib.parse import urlsplit
 
-from trtllm_dflash.errors import DFlashError
+from trtllm_dflash.errors import DFlashError, EngineError
+from trtllm_dflash.serving.triton_errors import no_answer, request_failure
 
 
 class TritonHttpError(DFlashError):
-    """The server answered with an error.
+    """The server answered with an error; the message says what it means, the hint what to do next.
 
     Attributes:
-        status: HTTP status (200 when the error came after the first event of a stream). text: the server's message.
+        status: HTTP status (200 when the error came after the first event of a stream). text: the server's own words.
     """
 
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(f"HTTP {status}: {text}")
+    def __init__(self, status: int, text: str, *, url: str = "the server", model: str = "dflash") -> None:
+        meaning = request_failure(status, text, url=url, model=model)
+        super().__init__(meaning.message, hint=meaning.hint)
         self.status = status
         self.text = text
+        self.exit_code = 2 if meaning.is_the_requests else 1
+
+
+class TritonUnreachableError(EngineError, ConnectionError):
+    """No answer: nothing listens there, it is not HTTP, it took too long, or the connection was lost."""
 
 
 class TritonClient:
@@ -37,19 +45,21 @@ class TritonClient:
         self._model, self._timeout_s = model, timeout_s
 
     def generate(self, text_input: str | None = None, **inputs: object) -> dict[str, object]:
-        """One request, one answer: the output tensors by name. Raises ``TritonHttpError``."""
+        """One request, one answer: the output tensors by name.
+
+        Raises ``TritonHttpError``, and ``TritonUnreachableError`` (an ``OSError`` too) without an answer.
+        """
         status, body = self._post("generate", _payload(text_input, inputs))
         if status != 200 or "error" in body:
-            raise TritonHttpError(status, str(body.get("error", body)))
+            raise self._error(status, str(body.get("error", body)))
         return body
 
     def generate_stream(self, text_input: str | None = None, **inputs: object) -> Iterator[dict[str, object]]:
         """Events of a streamed request, each the output tensors by name; leaving the iterator closes the connection.
 
-        Raises ``TritonHttpError`` for an error before or inside the stream.
+        Raises ``TritonHttpError`` for an error before or inside the stream, else as :meth:`generate`.
         """
-        connection = self._connect()
-        try:
+        with self._connected() as connection:
             payload = json.dumps({"stream": True, **_payload(text_input, inputs)})
             connection.request("POST", self._path("generate_stream"), payload, {"Content-Type": "application/json"})
             response = connection.getresponse()
@@ -62,14 +72,14 @@ class TritonClient:
                     continue
                 event = json.loads(data[len(b"data: ") :])
                 if "error" in event:
-                    raise TritonHttpError(response.status, str(event["error"]))
+                    raise self._error(response.status, str(event["error"]))
                 finished = "finish_reason" in event
                 yield event
+            if not finished and response.status != 200:
+                raise self._error(response.status, response.reason)
             if not finished:
                 # http.client takes a cut connection for the end of a chunked body.
-                raise TritonHttpError(response.status, "the connection was lost before the last event")
-        finally:
-            connection.close()
+                raise self._error(response.status, "the connection was lost before the last event")
 
     def health(self) -> dict[str, object]:
         """What the proxy knows of its engine: state, restarts, engine_pid, in_flight, stats. Raises as ``generate``."""
@@ -84,13 +94,10 @@ class TritonClient:
 
     def get(self, path: str) -> tuple[int, bytes]:
         """Status and body of a GET."""
-        connection = self._connect()
-        try:
+        with self._connected() as connection:
             connection.request("GET", path)
             response = connection.getresponse()
             return response.status, response.read()
-        finally:
-            connection.close()
 
     def repository_request(self, action: str) -> tuple[int, object]:
         """``load`` or ``unload`` the model, or ask for the repository's ``index``: (status, parsed body or None)."""
@@ -102,21 +109,29 @@ class TritonClient:
         return status, body if isinstance(body, dict) else {"error": str(body)}
 
     def _post_to(self, path: str, payload: dict[str, object]) -> tuple[int, object]:
-        connection = self._connect()
-        try:
+        with self._connected() as connection:
             connection.request("POST", path, json.dumps(payload), {"Content-Type": "application/json"})
             response = connection.getresponse()
             raw = response.read()
-        finally:
-            connection.close()
         try:
             return response.status, json.loads(raw) if raw else None
         except ValueError:
             return response.status, {"error": raw.decode(errors="replace").strip()}
 
-    def _connect(self) -> http.client.HTTPConnection:
+    @contextmanager
+    def _connected(self) -> Iterator[http.client.HTTPConnection]:
         # One connection per request: an idle kept-alive one would hold up the server's stop.
-        return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
+        try:
+            yield connection
+        except (OSError, http.client.HTTPException) as error:
+            meaning = no_answer(error, url=self.url, timeout_s=self._timeout_s)
+            raise TritonUnreachableError(meaning.message, hint=meaning.hint) from error
+        finally:
+            connection.close()
+
+    def _error(self, status: int, text: str) -> TritonHttpError:
+        return TritonHttpError(status, text, url=self.url, model=self._model)
 
     def _path(self, action: str) -> str:
         return f"/v2/models/{self._model}/{action}"

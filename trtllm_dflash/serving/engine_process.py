@@ -40,6 +40,7 @@ _log = logging.getLogger("trtllm_dflash.engine_process")
 @click.option("--speculation", type=click.Choice(["auto", "on", "off"]), default="auto", help="As LLM's speculation.")
 @click.option("--block-size", type=int, default=None, help="As LLM's block_size.")
 @click.option("--max-running", type=int, default=None, help="As LLM's max_running.")
+@click.option("--kv-cache-tokens", type=int, default=None, help="As LLM's kv_cache_tokens.")
 @click.option("--max-queue", type=int, default=None, help="As LLM's max_queue.")
 @click.option("--max-tokens-in-flight", type=int, default=None, help="As LLM's max_tokens_in_flight.")
 @click.option("--drain-s", type=float, default=30.0, help="After SIGTERM, seconds for the requests in flight.")
@@ -52,6 +53,7 @@ def main(
     speculation: SpeculationMode,
     block_size: int | None,
     max_running: int | None,
+    kv_cache_tokens: int | None,
     max_queue: int | None,
     max_tokens_in_flight: int | None,
     drain_s: float,
@@ -76,6 +78,7 @@ def main(
             speculation=speculation,
             block_size=block_size,
             max_running=max_running,
+            kv_cache_tokens=kv_cache_tokens,
             max_queue=max_queue,
             max_tokens_in_flight=max_tokens_in_flight,
         )

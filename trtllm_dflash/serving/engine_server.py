@@ -54,6 +54,7 @@ class Engine(Protocol):
         priority: int = 0,
         deadline_s: float | None = None,
         cache_salt: str | None = None,
+        max_tokens_must_fit: bool = False,
     ) -> str: ...
 
     def cancel(self, request_id: str) -> None: ...
@@ -166,6 +167,7 @@ class EngineServer:
                 priority=request.priority,
                 deadline_s=request.deadline_s,
                 cache_salt=request.cache_salt,
+                max_tokens_must_fit=request.max_tokens_must_fit,
             )
         except RequestError as error:
             self._refuse(message, "INVALID_ARGUMENT", _in_tensor_names(error))
@@ -216,6 +218,8 @@ class EngineServer:
         if chunk.metrics is not None:
             # One entry for each count of kept drafts, 0 to S - 1.
             metrics = {**asdict(chunk.metrics), "block_size": len(chunk.metrics.accepted_histogram)}
+            if chunk.warnings:
+                metrics["warnings"] = list(chunk.warnings)
         self._outgoing.put(
             wire.Delta(
                 chunk.request_id,

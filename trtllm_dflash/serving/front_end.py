@@ -15,10 +15,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from trtllm_dflash.errors import ConfigError, EngineError
+from trtllm_dflash.errors import ConfigError, DFlashError, EngineError
+from trtllm_dflash.serving.client import TritonClient
 from trtllm_dflash.serving.gateway.settings import API_KEY_VARIABLE
 
 START_TIMEOUT_S = 60.0
+ASK_TIMEOUT_S = 5.0
 # A life this long proves that it can work: the next end of it is restarted without delay.
 GOOD_LIFE_S = 60.0
 BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0)
@@ -184,6 +186,23 @@ class FrontEnd:
             return 0
         finally:
             connection.close()
+
+
+def replica_problems(triton_urls: Sequence[str], model: str) -> list[DFlashError]:
+    """What keeps each of ``triton_urls`` from serving ``model`` now, for those that cannot; each with a hint."""
+    problems: list[DFlashError] = []
+    for url in triton_urls:
+        try:
+            state = TritonClient(url, model, timeout_s=ASK_TIMEOUT_S).health()["state"]
+            if state != "ready":
+                problems.append(EngineError(f"{url}: the engine of {model!r} is {state}", hint="its log says more"))
+        except DFlashError as error:
+            problems.append(error)
+        except (KeyError, ValueError):
+            problems.append(
+                ConfigError(f"{url}: {model!r} is not a model of this toolkit", hint="serve what `deploy` writes")
+            )
+    return problems
 
 
 def _installed(name: str) -> bool:

@@ -24,6 +24,7 @@ from trtllm_dflash.config.json_reader import JsonObject, read_json
 from trtllm_dflash.config.sampling import SpeculationMode
 from trtllm_dflash.errors import ConfigError
 from trtllm_dflash.serving import metric_definitions, wire
+from trtllm_dflash.serving.deploy_choices import check_choices
 from trtllm_dflash.serving.engine_facts import EngineFacts, check_fingerprint, read_engine_facts
 from trtllm_dflash.serving.request_inputs import INPUTS
 
@@ -66,6 +67,7 @@ def deploy(
     speculation: SpeculationMode = "auto",
     block_size: int | None = None,
     max_running: int | None = None,
+    kv_cache_tokens: int | None = None,
     force: bool = False,
 ) -> DeployReport:
     """Write a model repository that serves ``engines``.
@@ -76,7 +78,8 @@ def deploy(
     Args:
         engines: engine directory, from ``build``. output: the repository to write, atomically.
         model_name: Triton's name of the model. max_queue: requests that may wait; one more is refused.
-        device, prefix_cache, speculation, block_size, max_running: as ``LLM``'s; None leaves the choice to the engine.
+        device, prefix_cache, speculation, block_size, max_running, kv_cache_tokens: as ``LLM``'s; None leaves the
+            choice to the engine.
         force: replace an existing repository.
 
     Raises:
@@ -91,14 +94,15 @@ def deploy(
         raise ConfigError(f"max queue is {max_queue}, expected at least 1")
     engines = engines.resolve()
     facts = read_engine_facts(engines)
-    for name, value, most in (
-        ("block size", block_size, facts.limits.block_size if facts.has_drafter else 1),
-        ("max running", max_running, facts.limits.max_batch_size),
-    ):
-        if value is not None and not 1 <= value <= most:
-            raise ConfigError(f"{name} is {value}, expected 1 to {most}, as {engines.name} was built")
-    if speculation == "on" and not facts.has_drafter:
-        raise ConfigError(f"speculation is on, but {engines.name} has no drafter")
+    check_choices(
+        engines.name,
+        facts.limits,
+        has_drafter=facts.has_drafter,
+        speculation=speculation,
+        block_size=block_size,
+        max_running=max_running,
+        kv_cache_tokens=kv_cache_tokens,
+    )
     command = [sys.executable, "-m", "trtllm_dflash.serving.engine_process", "--engines", str(engines)]
     command += ["--config-sha256", facts.config_sha256]
     command += ["--max-queue", str(max_queue)]
@@ -106,7 +110,11 @@ def deploy(
         command += ["--no-prefix-cache"]
     if speculation != "auto":
         command += ["--speculation", speculation]
-    for option, limit in (("--block-size", block_size), ("--max-running", max_running)):
+    for option, limit in (
+        ("--block-size", block_size),
+        ("--max-running", max_running),
+        ("--kv-cache-tokens", kv_cache_tokens),
+    ):
         if limit is not None:
             command += [option, str(limit)]
     if device:

@@ -19,6 +19,7 @@ from trtllm_dflash.errors import RequestError
 from trtllm_dflash.serving.request_inputs import (
     ALIASES,
     ALWAYS_GIVEN,
+    AS_MANY_AS_FIT,
     DEFAULT_MAX_TOKENS,
     GUIDES,
     NEUTRAL,
@@ -54,6 +55,7 @@ class ServingRequest:
         echo: text to put before the output (``exclude_input_in_output`` false), else empty.
         priority: higher runs first. deadline_s: seconds after arrival at which it ends with an error, or None.
         cache_salt: only requests of the same salt share cached prefixes.
+        max_tokens_must_fit: a ``max_tokens`` beyond what the prompt leaves is refused; otherwise it is cut.
     """
 
     prompt: str | list[int] | ChatRequest
@@ -65,6 +67,7 @@ class ServingRequest:
     priority: int = 0
     deadline_s: float | None = None
     cache_salt: str | None = None
+    max_tokens_must_fit: bool = False
 
 
 def parse_request(fields: Fields, *, eos_token_ids: Sequence[int], vocab_size: int) -> ServingRequest:
@@ -115,6 +118,7 @@ def parse_request(fields: Fields, *, eos_token_ids: Sequence[int], vocab_size: i
     else:
         details = top_log_probs is not None
     cache_salt = reader.optional("cache_salt", str)
+    must_fit = reader.take("max_tokens_must_fit", bool, False)
     params = _sampling(reader, eos_token_ids, vocab_size, top_log_probs)
     reader.finish()
     return ServingRequest(
@@ -127,6 +131,7 @@ def parse_request(fields: Fields, *, eos_token_ids: Sequence[int], vocab_size: i
         priority=priority,
         deadline_s=deadline_s,
         cache_salt=cache_salt,
+        max_tokens_must_fit=must_fit,
     )
 
 
@@ -235,8 +240,9 @@ def _sampling(
             raise RequestError("end_id", end_id, f"a token id in 0..{vocab_size - 1}, or -1 for none")
         if end_id not in eos_token_ids:
             ignore_eos, stop_token_ids = True, (*stop_token_ids, end_id)
+    max_tokens = reader.take("max_tokens", int, DEFAULT_MAX_TOKENS)
     return SamplingParams(
-        max_tokens=reader.take("max_tokens", int, DEFAULT_MAX_TOKENS),
+        max_tokens=None if max_tokens == AS_MANY_AS_FIT else max_tokens,
         min_tokens=reader.take("min_tokens", int, 0),
         temperature=1.0 if temperature is None else temperature,
         top_p=1.0 if top_p is None else top_p,

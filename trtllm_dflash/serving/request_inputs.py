@@ -45,12 +45,15 @@ INPUTS: dict[str, tuple[str, str]] = {
     "priority": ("INT32", "1"),
     "deadline_s": ("FP32", "1"),
     "cache_salt": ("STRING", "1"),
+    "max_tokens_must_fit": ("BOOL", "1"),
     # Answered by the proxy: stop the request of the same request id; facts for the supervisor.
     "stop": ("BOOL", "1"),
     "control": ("STRING", "1"),
 }
 
 DEFAULT_MAX_TOKENS = 256
+# A max_tokens of this value asks for as many tokens as the prompt leaves, so nothing is cut.
+AS_MANY_AS_FIT = 2**31 - 1
 
 ALIASES: dict[str, str] = {
     "request_output_len": "max_tokens",

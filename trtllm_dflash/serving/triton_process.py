@@ -6,22 +6,20 @@ import contextlib
 import http.client
 import os
 import re
-import secrets
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.serving.client import TritonClient, TritonHttpError
+from trtllm_dflash.serving.run_directory import RunDirectory
+from trtllm_dflash.serving.triton_errors import load_failure
 from trtllm_dflash.serving.triton_install import TritonInstall, library_path, stub_environment
 
 EXIT_TIMEOUT_S = 5
-_LOAD_FAILURE = re.compile(r"TritonModelException: (.*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -45,14 +43,13 @@ class TritonProcess:
     def __init__(
         self, install: TritonInstall, repository: Path, model: str, endpoints: Endpoints, log: Path | None
     ) -> None:
-        self._shm_prefix = f"dflash_{os.getpid()}_{secrets.token_hex(4)}_"
-        self._run_directory = Path(tempfile.mkdtemp(prefix="trtllm-dflash-triton-"))
+        self._run_directory = RunDirectory()
         self._log = log
         self._log_start = log.stat().st_size if log and log.exists() else 0
         self._gone = False
         self.model = model
         self.client = TritonClient(f"http://{_reachable(endpoints.host)}:{endpoints.http_port}", model, timeout_s=10.0)
-        backends = self._run_directory / "backends"
+        backends = self._run_directory.path / "backends"
         (backends / "python").mkdir(parents=True)
         for path in install.python_backend.iterdir():
             (backends / "python" / path.name).symlink_to(path)
@@ -73,7 +70,7 @@ class TritonProcess:
             f"--metrics-port={endpoints.metrics_port}",
             "--allow-gpu-metrics=false",
             f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
-            f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}",
+            f"--backend-config=python,shm-region-prefix-name={self._run_directory.shm_prefix}",
             "--backend-config=python,shm-default-byte-size=4194304",
         ]
         try:
@@ -87,13 +84,13 @@ class TritonProcess:
                 env=environment,
                 # Its own group: the terminal's Ctrl-C reaches only us, and one signal reaches server and stubs.
                 start_new_session=True,
-                cwd=self._run_directory,
+                cwd=self._run_directory.path,
             )
             if output:
                 output.close()
-            self._guard = _guard_of(self._process.pid)
+            self._guard = _guard_of(self._process.pid, self._run_directory.lock)
         except BaseException:
-            shutil.rmtree(self._run_directory, ignore_errors=True)
+            self._run_directory.remove()
             raise
 
     @property
@@ -109,23 +106,23 @@ class TritonProcess:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if (code := self.exit_code()) is not None:
-                raise EngineError(f"tritonserver ended with exit code {code} while starting: {self._reason()}")
+                raise self._not_started(f"tritonserver ended with exit code {code} while starting")
             if self.client.ready():
                 return
             time.sleep(0.05)
-        raise EngineError(f"tritonserver was not ready after {timeout_s:.0f} s: {self._reason()}")
+        raise self._not_started(f"tritonserver was not ready after {timeout_s:.0f} s")
 
-    def _reason(self) -> str:
+    def _not_started(self, what: str) -> EngineError:
         if self._log is None:
-            return "see its output above"
+            return EngineError(what, hint="its output above names the cause")
         with self._log.open("rb") as file:
             file.seek(self._log_start)
             text = file.read().decode(errors="replace")
-        if reasons := _LOAD_FAILURE.findall(text):
-            # The last one is the server's own summary; log lines before it carry an escaped traceback.
-            return str(reasons[-1]).split("\\n", 1)[0].strip()
+        if meaning := load_failure(text):
+            return EngineError(f"{what}: {meaning.message}", hint=meaning.hint)
         complaints = [line for line in text.splitlines() if re.match(r"E\d{4} |error:|failed", line)]
-        return " | ".join(complaints[-3:]) or f"see {self._log}"
+        reason = " | ".join(complaints[-3:])
+        return EngineError(f"{what}: {reason}" if reason else what, hint=f"its log is {self._log}")
 
     def drain(self, timeout_s: float) -> None:
         """Refuse new requests, let those in flight finish for ``timeout_s`` seconds, then end each with an error."""
@@ -158,9 +155,7 @@ class TritonProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._gone = True
-        for path in Path("/dev/shm").glob(f"{self._shm_prefix}*"):
-            path.unlink(missing_ok=True)
-        shutil.rmtree(self._run_directory, ignore_errors=True)
+        self._run_directory.remove()
 
     def _unload(self) -> None:
         """Let the requests in flight finish, for a while, and the engine leave in its own order."""
@@ -181,11 +176,12 @@ class TritonProcess:
         return "UNAVAILABLE"
 
 
-def _guard_of(group: int) -> subprocess.Popen[bytes]:
+def _guard_of(group: int, lock: int) -> subprocess.Popen[bytes]:
     """A small process that ends the process group ``group`` when this process is gone, however it went.
 
     It holds one end of a pipe whose other end only we have. A parent-death signal would be simpler, but it follows the
-    thread that started the server, not the process.
+    thread that started the server, not the process. It also holds the run directory's ``lock``: the directory is not
+    abandoned as long as the server may still be ending.
     """
     script = "cat; kill -s TERM -- -$0; sleep 8; kill -s KILL -- -$0"
     return subprocess.Popen(
@@ -193,6 +189,7 @@ def _guard_of(group: int) -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        pass_fds=[lock],
         start_new_session=True,
     )
 

@@ -33,6 +33,7 @@ from pathlib import Path
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.serving.client import TritonClient, TritonHttpError
 from trtllm_dflash.serving.repository import repository_model
+from trtllm_dflash.serving.triton_errors import load_failure
 from trtllm_dflash.serving.triton_install import find_tritonserver, free_ports, preflight
 from trtllm_dflash.serving.triton_process import Endpoints, TritonProcess
 from trtllm_dflash.serving.wire import CANARY_ID
@@ -174,13 +175,13 @@ class ServerHandle:
         except TritonHttpError as error:
             if "is not healthy" in error.text:
                 return self._restart("Triton's Python stub died")
-            return self._reload(f"the model does not answer: {error.text}")
+            return self._reload(f"the model does not answer: {error.message}")
         except (OSError, http.client.HTTPException, ValueError) as error:
             self._strikes += 1
             self._status = {"status": f"no answer to {self._strikes} health requests in a row"}
             if self._strikes >= STRIKES:
                 self._strikes = 0
-                self._restart(f"no answer to {STRIKES} health requests ({type(error).__name__})")
+                self._restart(f"no answer to {STRIKES} health requests: {error}")
             return None
         self._strikes = 0
         state = str(facts["state"])
@@ -207,10 +208,10 @@ class ServerHandle:
             self._client(CANARY_TIMEOUT_S).generate("Hello", max_tokens=1, id=CANARY_ID)
         except TritonHttpError as error:
             if "UNAVAILABLE" not in error.text:  # the engine is known to be away, or busy: the health request tells
-                self._restart(f"the canary request failed: {error.text}")
+                self._restart(f"the canary request failed: {error.message}")
         except (OSError, http.client.HTTPException) as error:
             if self._current().exit_code() is None:
-                self._restart(f"the canary request got no answer ({type(error).__name__})")
+                self._restart(f"the canary request got no answer: {error}")
 
     def _reload(self, reason: str) -> None:
         """Unload and load the model: Triton is not ready meanwhile, as it should be without an engine."""
@@ -230,11 +231,13 @@ class ServerHandle:
                 status, body = self._client(self._start_timeout_s).repository_request("load")
                 if status == 200:
                     return None
-                _log.error("the model could not be loaded: %s", body)
+                said = str(body.get("error", body)) if isinstance(body, dict) else str(body)
+                meaning = load_failure(said)
+                _log.error("the model could not be loaded: %s", meaning.message if meaning else said)
                 self._status = {"status": "the engine could not be loaded"}
             return self._give_up(f"the model could not be loaded after {MAX_FAILURES} attempts")
         except (OSError, http.client.HTTPException) as error:
-            return self._restart(f"tritonserver does not answer ({type(error).__name__})")
+            return self._restart(f"tritonserver does not answer: {error}")
 
     def _restart(self, reason: str) -> None:
         self._status = {"status": f"restarting: {reason}"}

@@ -13,8 +13,10 @@ from pathlib import Path
 
 from trtllm_dflash.checkpoint.atomic_directory import atomic_directory
 from trtllm_dflash.config.json_reader import read_json
+from trtllm_dflash.config.sampling import SpeculationMode
 from trtllm_dflash.engine.directory import EngineDirectory, open_engine_directory
 from trtllm_dflash.errors import ConfigError
+from trtllm_dflash.serving.deploy_choices import check_choices
 
 IDENTITY = "trtllm_runtime.json"
 SERVE_CONFIG = "trtllm_serve.yaml"
@@ -38,48 +40,77 @@ class TrtllmReport:
 
 
 def deploy_trtllm(
-    engines: Path, output: Path, *, target: str | None = None, drafter: str | None = None, force: bool = False
+    engines: Path,
+    output: Path,
+    *,
+    target: str | None = None,
+    drafter: str | None = None,
+    prefix_cache: bool = True,
+    speculation: SpeculationMode = "auto",
+    block_size: int | None = None,
+    max_running: int | None = None,
+    kv_cache_tokens: int | None = None,
+    force: bool = False,
 ) -> TrtllmReport:
     """Write the configuration directory ``output``.
 
     Args:
         engines: engine directory whose pair and limits are taken over.
         target, drafter: Hugging Face ids or directories; None takes what the engine was converted from.
+        prefix_cache, speculation, block_size, max_running, kv_cache_tokens: as ``deploy``'s, in TensorRT-LLM's words;
+            ``auto`` is ``on`` there, which has no block size that follows the load.
         force: replace a directory that this wrote before.
 
     Raises:
-        ConfigError: the checkpoints are not known, or the engine has no drafter.
+        ConfigError: the checkpoints are not known, the engine has no drafter, or a choice is beyond the engine.
         CheckpointError: ``output`` exists and is not empty (without ``force``), or is not ours.
     """
     directory = open_engine_directory(engines, verify=False)
-    pair = directory.drafter_config
-    if pair is None:
+    limits, pair = directory.limits, directory.drafter_config
+    check_choices(
+        engines.name,
+        limits,
+        has_drafter=pair is not None,
+        speculation=speculation,
+        block_size=block_size,
+        max_running=max_running,
+        kv_cache_tokens=kv_cache_tokens,
+    )
+    size = 1 if speculation == "off" else block_size or limits.block_size
+    if pair is None and speculation != "off":
         raise ConfigError(
-            f"{engines}: has no drafter, so there is no DFlash to configure", hint="use trtllm-serve as it is"
+            f"{engines}: has no drafter, so there is no DFlash to configure",
+            hint="plain decoding: --speculation off",
         )
+    if drafter is not None and size == 1:
+        raise ConfigError(f"drafter is {drafter!r} without speculation, expected none", hint="leave --drafter away")
     target = target or _source(directory, "target")
-    drafter = drafter or _source(directory, "drafter")
-    limits = directory.limits
+    cache: dict[str, object] = {"free_gpu_memory_fraction": FREE_MEMORY_FRACTION}
+    if not prefix_cache:
+        cache["enable_block_reuse"] = False
+    if kv_cache_tokens is not None:
+        cache["max_tokens"] = kv_cache_tokens
     settings: dict[str, object] = {
         "backend": "pytorch",
         "tensor_parallel_size": directory.tp_size,
         "pipeline_parallel_size": 1,
-        "max_batch_size": limits.max_batch_size,
+        "max_batch_size": max_running or limits.max_batch_size,
         "max_seq_len": limits.max_seq_len,
         "max_num_tokens": limits.max_num_tokens,
-        "kv_cache_config": {"free_gpu_memory_fraction": FREE_MEMORY_FRACTION},
-        "speculative_config": {
+        "kv_cache_config": cache,
+    }
+    if pair is not None and size > 1:
+        settings["speculative_config"] = {
             "decoding_type": "DFlash",
-            "speculative_model": drafter,
+            "speculative_model": drafter or _source(directory, "drafter"),
             # TensorRT-LLM does not count the anchor.
-            "max_draft_len": limits.block_size - 1,
+            "max_draft_len": size - 1,
             "mask_token_id": pair.mask_token_id,
             "target_layer_ids": list(pair.target_layer_ids),
             # Without it, sampled requests are verified by equality with a sampled token: correct, but fewer accepted.
             "use_rejection_sampling": True,
-        },
-    }
-    note = _NOTE.format(limits=f"max_draft_len {limits.block_size - 1} is block size {limits.block_size}.")
+        }
+    note = _NOTE.format(limits=f"max_draft_len {size - 1} is block size {size}." if size > 1 else "Plain decoding.")
     files = {
         # trtllm-serve has the model as its argument.
         SERVE_CONFIG: note + _yaml({key: value for key, value in settings.items() if key != "backend"}),

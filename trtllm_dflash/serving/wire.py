@@ -96,7 +96,8 @@ class Delta:
     Attributes:
         text, token_ids: what is new. log_probs: natural-log probability per new token, when asked for.
         log_prob_details: per new token its text, bytes and alternatives, when asked for (OpenAI's shape).
-        metrics: on the last delta, facts of the whole request: ``RequestMetrics`` as a mapping, and ``block_size``.
+        metrics: on the last delta, facts of the whole request: ``RequestMetrics`` as a mapping, ``block_size``, and
+        ``warnings`` (texts) where there are any.
     """
 
     id: str

@@ -98,7 +98,10 @@ def from_triton(status: int, text: str) -> ApiError:
         if field := _FIELD.match(message):
             param = _FIELD_NAMES.get(field[1], field[1])
             message = f"{param}{message[len(field[1]) :]}"
-        return ApiError(400, without_paths(message), param=param, code="invalid_value")
+        # The word by which OpenAI's clients tell that a shorter request would do.
+        too_long = "maximum context length" in message
+        code = "context_length_exceeded" if too_long else "invalid_value"
+        return ApiError(400, without_paths(message), param=param, code=code)
     if code == "UNAVAILABLE":
         retry = _RETRY.search(message)
         if message.startswith("queue:"):

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from trtllm_dflash.serving.gateway.api_errors import ApiError
-from trtllm_dflash.serving.gateway.schema import INT32_MAX, ChatBody, CompletionBody, Message
+from trtllm_dflash.serving.gateway.schema import ChatBody, CompletionBody, Message
+from trtllm_dflash.serving.request_inputs import AS_MANY_AS_FIT
 
 DEFAULT_COMPLETION_TOKENS = 16
 Inputs = dict[str, Any]
@@ -46,15 +47,18 @@ def echoed_characters(inputs: Inputs) -> int:
 
 def _sampling(body: ChatBody | CompletionBody) -> Inputs:
     if isinstance(body, ChatBody):
-        # Without a limit the sequence may fill the model's length; the engine cuts this to what fits.
-        limit = body.max_completion_tokens or body.max_tokens or INT32_MAX
+        asked = body.max_completion_tokens or body.max_tokens
+        limit = asked or AS_MANY_AS_FIT
         top_log_probs = (body.top_logprobs or 0) if body.logprobs else None
     else:
-        limit = body.max_tokens or DEFAULT_COMPLETION_TOKENS
+        asked = body.max_tokens
+        limit = asked or DEFAULT_COMPLETION_TOKENS
         top_log_probs = body.logprobs
     stop = [body.stop] if isinstance(body.stop, str) else body.stop
     given = {
         "max_tokens": limit,
+        # As OpenAI and vLLM: what a client asks for must fit, our own default is cut.
+        "max_tokens_must_fit": True if asked else None,
         # The model is greedy when nothing is said, OpenAI's clients expect temperature 1.
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "top_p": body.top_p,
