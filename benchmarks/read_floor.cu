@@ -14,8 +14,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 }
 
 // Piece i of a block starts at (first + i * step) * kPieceBytes.
-__global__ void __launch_bounds__(32, 1)
-    read_pieces(const char* data, int64_t pieces, bool interleaved, float* out) {
+__global__ void __launch_bounds__(32, 1) read_pieces(const char* data, int64_t pieces, bool interleaved, float* out) {
     extern __shared__ char unaligned[];
     __shared__ alignas(8) uint64_t full[kStages];
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -33,11 +32,10 @@ __global__ void __launch_bounds__(32, 1)
         const uint32_t barrier = barriers + i % kStages * 8;
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(kPieceBytes)
                      : "memory");
-        asm volatile(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                ring + i % kStages * kPieceBytes),
-            "l"(data + (first + i * step) * kPieceBytes), "r"(kPieceBytes), "r"(barrier)
-            : "memory");
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                         ring + i % kStages * kPieceBytes),
+                     "l"(data + (first + i * step) * kPieceBytes), "r"(kPieceBytes), "r"(barrier)
+                     : "memory");
     };
     for (int i = 0; i < min(count, kStages); ++i) ask(i);
     float sum = 0.0f;
@@ -58,7 +56,8 @@ __global__ void __launch_bounds__(32, 1)
 
 }  // namespace
 
-// Reads `bytes`, a multiple of 8192, from `data` (16-byte aligned); out: one float per multiprocessor. Returns a cudaError_t.
+// Reads `bytes`, a multiple of 8192, from `data` (16-byte aligned); out: one float per multiprocessor. Returns a
+// cudaError_t.
 extern "C" int read_floor(const void* data, int64_t bytes, int interleaved, float* out, void* stream) {
     int device = 0, multiprocessors = 0;
     cudaGetDevice(&device);
@@ -75,6 +74,7 @@ extern "C" int read_floor(const void* data, int64_t bytes, int interleaved, floa
     config.stream = static_cast<cudaStream_t>(stream);
     config.attrs = &overlapped;
     config.numAttrs = 1;
-    cudaLaunchKernelEx(&config, read_pieces, static_cast<const char*>(data), bytes / kPieceBytes, interleaved != 0, out);
+    cudaLaunchKernelEx(&config, read_pieces, static_cast<const char*>(data), bytes / kPieceBytes, interleaved != 0,
+                       out);
     return cudaGetLastError();
 }

@@ -17,7 +17,7 @@ template <typename T_, int kHeadDim_, int kWarpgroups_>
 struct HopperShape {
     using T = T_;
     static constexpr bool kFloat8 = false;
-    static constexpr int kHeadDim = kHeadDim_, kWarpgroups = kWarpgroups_, kKeys = 64;
+    static constexpr int kHeadDim = kHeadDim_, kWarpgroups = kWarpgroups_, kKeys = 64, kGroupKeys = kKeys;
     static constexpr int kThreads = 128 * kWarpgroups, kRows = 64 * kWarpgroups;
     static constexpr int kChunks = kHeadDim / 8;
     static constexpr int kPartBytes = kKeys * 128;  // all keys, 64 dimensions

@@ -1,19 +1,21 @@
 // The Hopper kernel for work that fits one wave: a block fills a multiprocessor, and the tensor copy engine feeds it.
 //
 // One warp asks for key tiles, a few instructions each, where copies by threads spend most of a warp's time on
-// addresses; two warpgroups take every other tile and never wait for each other. So a multiprocessor reads at 1.8 times
+// addresses; two warpgroups take half the keys of each tile, so that the last one is done soon after it has come. So a
+// multiprocessor reads at 1.8 times
 // its even share of the memory bandwidth (measured on an H200: 57 GB/s, against 34 in the other kernel), few enough
 // blocks suffice that all splits of a row tile find room as one thread block cluster, and they join by
 // messages through the cluster's network, without a second launch.
 //
 // The copy engine takes tiles whose 64 keys are all in the cache and in sight. The others, at the ends, are copied by
-// the warpgroup that attends to them, while the first tiles are on their way: their order does not matter.
+// the warpgroups themselves, while the first tiles are on their way: their order does not matter.
 #pragma once
 
 #include "attention_hopper_tile.cuh"
 #include "attention_inbox.cuh"
 #include "attention_stream.cuh"
 #include "attention_variant.h"
+#include "overlapped_launch.cuh"
 #include "tensor_copy.cuh"
 
 namespace dflash {
@@ -22,28 +24,26 @@ template <typename T_, int kHeadDim_>
 struct AloneShape {
     using T = T_;
     static constexpr bool kFloat8 = false;
-    static constexpr int kHeadDim = kHeadDim_, kKeys = 64, kKeyGroups = 2, kRows = 64;
+    static constexpr int kHeadDim = kHeadDim_, kKeys = 64, kKeyGroups = 2, kGroupKeys = kKeys / kKeyGroups, kRows = 64;
     static constexpr int kThreads = 128 * kKeyGroups;  // of the warpgroups
     // The warp that fetches has its own warpgroup, whose registers the others take over.
     static constexpr int kLaunchThreads = kThreads + 128;
     static constexpr int kFetchRegisters = 24, kRegisters = 240;
-    static constexpr int kStages = 6;
-    // A stage always serves the same warpgroup: one that saw only every other phase of a barrier could not tell a phase
-    // from the one two later.
-    static_assert(kStages % kKeyGroups == 0, "tile i lies in stage i % kStages and goes to warpgroup i % kKeyGroups");
+    // The last stages first serve tiles at the ends.
+    static constexpr int kStages = 6, kLentStages = 2;
     static constexpr int kChunks = kHeadDim / 8;
     static constexpr int kPartBytes = kKeys * 128;  // all keys, 64 dimensions
     static constexpr int kValueOffset = kHeadDim / 64 * kPartBytes, kStageBytes = 2 * kValueOffset;
     static constexpr int kQueryPitch = (kHeadDim / 8 | 1) * 16, kQueryBytes = kRows * kQueryPitch;
-    static constexpr int kAlignment = 1024;         // of the swizzle
-    // Where other blocks' partial rows arrive: over the queries, which are in registers by then. 65 rows hold what a block
-    // receives in clusters of all sizes but 12 and 15.
+    static constexpr int kAlignment = 1024;  // of the swizzle
+    // Where other blocks' partial rows arrive: over the queries, which are in registers by then. 65 rows hold what a
+    // block receives in clusters of all sizes but 12 and 15.
     static constexpr int kHeldRows = 65, kInboxBytes = kHeldRows * (kHeadDim * 4 + 8);
     static constexpr int kAfterRingBytes = kInboxBytes > kQueryBytes ? kInboxBytes : kQueryBytes;
-    // After the last tile of a warpgroup it gives the other one half of its sums, through stages that only it uses. The
-    // block's own rows for the join lie in another.
-    static_assert(kHeadDim / 8 * 128 * 8 <= kStageBytes && kStages >= 3 * kKeyGroups, "one stage holds what is given");
-    static constexpr int kOwnStage = kStages - 1;
+    // After the last tile the ring holds what the warpgroups give each other, a stage for the sums of each and one for
+    // the rest, and the block's own rows for the join.
+    static constexpr int kStatsStage = kKeyGroups, kOwnStage = kStatsStage + 1;
+    static_assert(kHeadDim / 8 * 128 * 8 <= kStageBytes && kOwnStage < kStages, "one stage holds what is given");
 
     static __device__ __forceinline__ int piece_offset(int key, int chunk) {
         return chunk / 8 * kPartBytes + key * 128 + (chunk % 8 ^ key % 8) * 16;
@@ -104,23 +104,23 @@ __device__ __forceinline__ void fetch_tiles(const AttentionArgs& args, const Ext
         }
         const int row = __shfl_sync(0xffffffffu, rows, in_batch * kGroups + min(part, Shape::kKeys - 16) / 16);
         const int stage = i % Shape::kStages, turn = i / Shape::kStages;
-        // The last two stages first serve the tiles at the ends.
-        const bool lent = stage >= Shape::kStages - Shape::kKeyGroups;
+        const bool lent = stage >= Shape::kStages - Shape::kLentStages;
         if (lent || turn > 0) wait_for_phase(empty + stage * 8, lent ? turn & 1 : (turn - 1) & 1);
         if (lane == 0) expect_bytes(full + stage * 8, Shape::kStageBytes);
         __syncwarp();
-        if (lane < copies) copy_box(target + stage * Shape::kStageBytes, map, half * 64, kv_head, row, full + stage * 8);
+        if (lane < copies)
+            copy_box(target + stage * Shape::kStageBytes, map, half * 64, kv_head, row, full + stage * 8);
     }
 }
 
-// Copies the keys of one tile that exist and are in sight, by the 128 threads of a warpgroup; zeros elsewhere.
+// Copies the keys of one tile that exist and are in sight, by the threads of both warpgroups; zeros elsewhere.
 template <typename Shape>
 __device__ __forceinline__ void copy_edge_tile(const AttentionArgs& args, const Extent& extent, int request,
                                                int kv_head, int tile, uint32_t stage) {
     const int64_t row_elements = static_cast<int64_t>(args.kv_heads) * Shape::kHeadDim;
     const int64_t head = static_cast<int64_t>(kv_head) * Shape::kHeadDim;
 #pragma unroll 4
-    for (int piece = threadIdx.x % 128; piece < Shape::kKeys * Shape::kChunks; piece += 128) {
+    for (int piece = threadIdx.x; piece < Shape::kKeys * Shape::kChunks; piece += Shape::kThreads) {
         const int key = piece / Shape::kChunks, chunk = piece % Shape::kChunks;
         const int position = tile * Shape::kKeys + key;
         const void *k = args.k_cache, *v = args.v_cache;
@@ -146,15 +146,16 @@ __device__ __forceinline__ void copy_edge_tile(const AttentionArgs& args, const 
     copy_async_commit();
 }
 
-// Adds the sums of both warpgroups: each finishes half the rows, and gives the other half away through stages of the ring
-// that only it reads.
+// Adds the sums of both warpgroups: each finishes half the rows, and gives the other half away.
 template <typename Shape>
 __device__ __forceinline__ RowSums<Shape> meet_other_warpgroup(const RowAccumulator<Shape>& rows, int key_group,
                                                                char* ring) {
     const auto sums_of = [&](int group) { return reinterpret_cast<float2*>(ring + group * Shape::kStageBytes); };
-    const auto stats_of = [&](int group) { return sums_of(group + Shape::kKeyGroups); };
+    const auto stats_of = [&](int group) {
+        return reinterpret_cast<float2*>(ring + Shape::kStatsStage * Shape::kStageBytes) + group * 128;
+    };
     RowSums<Shape> kept = rows.half(key_group);
-    named_barrier<128>(2 + key_group);  // this warpgroup is done with its stages
+    named_barrier<Shape::kThreads>(1);  // everybody is done with the ring
     if (rows.warp_has_rows) rows.half(1 - key_group).give(sums_of(key_group), stats_of(key_group));
     named_barrier<Shape::kThreads>(1);
     if (rows.warp_has_rows) kept.take(sums_of(1 - key_group), stats_of(1 - key_group));
@@ -170,14 +171,16 @@ __global__ void __launch_bounds__(Shape::kLaunchThreads, 1)
     __shared__ int row_low[Shape::kRows], row_high[Shape::kRows];
     __shared__ alignas(8) uint64_t barriers[2 * kStages + 1];
     const uint32_t full = shared_address(barriers), empty = full + kStages * 8, arrived = empty + kStages * 8;
-    // The next launch is set up early: its blocks find room as ours leave.
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    // The next launch is set up early: its blocks find room as ours leave. One that joins our splits must find lengths
+    // that nobody writes any more.
+    const bool joined_by_launch = args.splits > 1 && !args.join_in_cluster;
+    if (!joined_by_launch) let_next_launch_start();
     if (threadIdx.x == 0) {
         prefetch_map(&args.k_map);
         prefetch_map(&args.v_map);
         for (int stage = 0; stage < kStages; ++stage) {
             start_barrier(full + stage * 8, 1);
-            start_barrier(empty + stage * 8, 4);  // the warps of one warpgroup
+            start_barrier(empty + stage * 8, Shape::kThreads / 32);
         }
         start_barrier(arrived, Inbox<Shape>::kArrivals);
         publish_barriers();
@@ -219,12 +222,14 @@ __global__ void __launch_bounds__(Shape::kLaunchThreads, 1)
         if (joins && threadIdx.x == 0) inbox.expect(extent);
         if (has_tiles) {
             const int key_group = threadIdx.x / 128;
-            const int lent_stage = kStages - Shape::kKeyGroups + key_group;
-            const uint32_t lent = ring + lent_stage * Shape::kStageBytes;
+            const auto lent_stage = [](int edge) { return kStages - Shape::kLentStages + edge % Shape::kLentStages; };
+            const auto copy_edge = [&](int edge) {
+                copy_edge_tile<Shape>(args, extent, request, kv_head, whole.edge(range, edge),
+                                      ring + lent_stage(edge) * Shape::kStageBytes);
+            };
             stage_queries<Shape>(args, extent, kv_head, after_ring);
             copy_async_commit();
-            if (key_group < whole.edges)
-                copy_edge_tile<Shape>(args, extent, request, kv_head, whole.edge(range, key_group), lent);
+            for (int edge = 0; edge < min(whole.edges, Shape::kLentStages); ++edge) copy_edge(edge);
             for (int row = threadIdx.x; row < Shape::kRows; row += Shape::kThreads) {
                 const int query = (extent.first_row + row) / args.group;
                 row_low[row] = row < extent.rows ? extent.key_low(args, query) : 0;
@@ -236,32 +241,34 @@ __global__ void __launch_bounds__(Shape::kLaunchThreads, 1)
             RowAccumulator<Shape> rows(threadIdx.x % 128 / 32 * 16, extent);
             rows.load_queries(shared_address(after_ring));
 
-            const int edge_steps = (whole.edges - key_group + 1) / 2, whole_steps = (whole.count - key_group + 1) / 2;
-            if (edge_steps == 0 && rows.lane == 0) arrive(empty + lent_stage * 8);
+            const int steps = whole.edges + whole.count;
+            for (int edge = whole.edges; edge < Shape::kLentStages; ++edge)
+                if (rows.lane == 0) arrive(empty + lent_stage(edge) * 8);
 #pragma unroll 1
-            for (int step = 0; step < edge_steps + whole_steps; ++step) {
-                const bool edge = step < edge_steps;
-                const int index = key_group + (edge ? step : step - edge_steps) * 2;
-                const int stage = edge ? lent_stage : index % kStages;
+            for (int step = 0; step < steps; ++step) {
+                const bool edge = step < whole.edges;
+                const int index = edge ? step : step - whole.edges;
+                const int stage = edge ? lent_stage(index) : index % kStages;
                 const int tile = edge ? whole.edge(range, index) : whole.first + index;
                 if (!edge) {
                     wait_for_phase(full + stage * 8, index / kStages & 1);
-                } else if (step > 0) {
-                    copy_edge_tile<Shape>(args, extent, request, kv_head, tile, lent);
+                } else if (index >= Shape::kLentStages) {
+                    publish_to_wgmma();
+                    named_barrier<Shape::kThreads>(1);  // everybody is done with the stage
+                    copy_edge(index);
                     copy_async_wait<0>();
                     publish_to_wgmma();
-                    named_barrier<128>(2 + key_group);
+                    named_barrier<Shape::kThreads>(1);
                 }
-                rows.attend(args, extent, row_low, row_high, ring + stage * Shape::kStageBytes, tile * Shape::kKeys);
-                if (edge) {
-                    publish_to_wgmma();
-                    named_barrier<128>(2 + key_group);  // the stage is written again
-                }
-                if ((!edge || step == edge_steps - 1) && rows.lane == 0) arrive(empty + stage * 8);
+                rows.attend(args, extent, row_low, row_high,
+                            ring + stage * Shape::kStageBytes + key_group * Shape::kGroupKeys * 128,
+                            tile * Shape::kKeys + key_group * Shape::kGroupKeys);
+                if ((!edge || index + Shape::kLentStages >= whole.edges) && rows.lane == 0) arrive(empty + stage * 8);
                 // The queries are in registers: messages may take their place.
                 if (joins && step == 0) arrive_in_cluster_relaxed();
             }
-            if (joins && edge_steps + whole_steps == 0) arrive_in_cluster_relaxed();
+            if (joins && steps == 0) arrive_in_cluster_relaxed();
+            if (joined_by_launch) let_next_launch_start();
             const RowSums<Shape> sums = meet_other_warpgroup(rows, key_group, shared);
             if (joins) {
                 wait_for_cluster();

@@ -1,4 +1,4 @@
-// What a warpgroup of either Hopper kernel does with 64 keys that lie in shared memory, and how its result leaves it.
+// What a warpgroup of either Hopper kernel does with keys that lie in shared memory, and how its result leaves it.
 #pragma once
 
 #include "attention_extent.cuh"
@@ -36,8 +36,7 @@ struct RowSums {
     // The sums, not normalised, to `target` [kHeadDim] and `stats`.
     __device__ __forceinline__ void write_partial(float* target, float2* stats) const {
 #pragma unroll
-        for (int n = 0; n < kTiles; ++n)
-            *reinterpret_cast<float2*>(target + n * 8 + threadIdx.x % 4 * 2) = values[n];
+        for (int n = 0; n < kTiles; ++n) *reinterpret_cast<float2*>(target + n * 8 + threadIdx.x % 4 * 2) = values[n];
         if (threadIdx.x % 4 == 0) *stats = make_float2(reference, total);
     }
 
@@ -66,12 +65,12 @@ struct RowSums {
     }
 };
 
-// The query rows of one warp in registers, and what it has summed up. Shape: T, kHeadDim, kRows, kPartBytes (64
-// dimensions of a tile's keys), kValueOffset (from K to V of a tile), kOutPitch.
+// The query rows of one warp in registers, and what it has summed up. Shape: T, kHeadDim, kGroupKeys (keys
+// that a warpgroup takes at a time), kPartBytes (64 dimensions of a tile's keys), kValueOffset (from K to V of a tile).
 template <typename Shape>
 struct RowAccumulator {
     using T = typename Shape::T;
-    static constexpr int kSteps = Shape::kHeadDim / 16, kKeys = 64, kKeyTiles = kKeys / 8;
+    static constexpr int kSteps = Shape::kHeadDim / 16, kKeys = Shape::kGroupKeys, kKeyTiles = kKeys / 8;
 
     const int warp_row, lane;
     const bool warp_has_rows;
@@ -89,7 +88,8 @@ struct RowAccumulator {
         for (int k = 0; k < kSteps; ++k) ldmatrix_x4(queries[k], address + k * 32);
     }
 
-    // Keys key0 .. key0 + 63, which start at `keys` in shared memory. All four warps of the warpgroup call it.
+    // Keys from key0 on, kGroupKeys of them, which start at `keys` in shared memory. All four warps of the warpgroup
+    // call it.
     __device__ __forceinline__ void attend(const AttentionArgs& args, const Extent& extent, const int* row_low,
                                            const int* row_high, uint32_t keys, int key0) {
         float score[kKeyTiles][4];
@@ -173,8 +173,7 @@ struct RowAccumulator {
         part.total += __shfl_xor_sync(0xffffffffu, part.total, 2);
 #pragma unroll
         for (int n = 0; n < 2 * kSteps; ++n)
-            part.values[n] =
-                make_float2(second ? out[n][2] : out[n][0], second ? out[n][3] : out[n][1]);
+            part.values[n] = make_float2(second ? out[n][2] : out[n][0], second ? out[n][3] : out[n][1]);
         return part;
     }
 };

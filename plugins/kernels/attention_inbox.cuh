@@ -1,8 +1,8 @@
 // How the blocks of a cluster send each other the partial rows of one row tile: no block reads another's memory.
 //
 // A row is finished by the block of rank row % splits. Its partial sums travel there from the registers that hold them,
-// and a barrier in the receiver counts the bytes: one trip through the cluster's network is all that the join waits for,
-// and nobody has to stay for the sake of a reader.
+// and a barrier in the receiver counts the bytes: one trip through the cluster's network is all that the join waits
+// for, and nobody has to stay for the sake of a reader.
 #pragma once
 
 #include "attention_hopper_tile.cuh"
@@ -11,8 +11,8 @@
 
 namespace dflash {
 
-// Room for kHeldRows rows of others in `others`, [sender][place] without the owner itself, and for the block's own rows in
-// `own`; a row's place is row / splits. The addresses are the same in every block.
+// Room for kHeldRows rows of others in `others`, [sender][place] without the owner itself, and for the block's own rows
+// in `own`; a row's place is row / splits. The addresses are the same in every block.
 template <typename Shape>
 struct Inbox {
     static constexpr int kRowBytes = Shape::kHeadDim * 4, kMaxOwnRows = Shape::kRows / 2;
@@ -57,17 +57,17 @@ struct Inbox {
         const uint32_t local_row = row_address(owner, rank, place) + quarter / 2 * 16;
         const uint32_t local_stat = stat_address(owner, rank, place), counted = in_block(barrier, owner);
         const uint32_t remote_row = in_block(local_row, owner);
-        // Lane pairs hold four neighbouring values of two 8-column tiles each: they swap, so that each lane has all four
-        // of one.
+        // Lane pairs hold four neighbouring values of two 8-column tiles each: they swap, so that each lane has all
+        // four of one.
         const bool odd = quarter % 2;
 #pragma unroll
         for (int n = 0; n < RowSums<Shape>::kTiles; n += 2) {
             const float2 mine = odd ? sums.values[n + 1] : sums.values[n];
             const float2 given = odd ? sums.values[n] : sums.values[n + 1];
-            const float2 taken = make_float2(__shfl_xor_sync(0xffffffffu, given.x, 1),
-                                             __shfl_xor_sync(0xffffffffu, given.y, 1));
-            const float4 four = odd ? make_float4(taken.x, taken.y, mine.x, mine.y)
-                                    : make_float4(mine.x, mine.y, taken.x, taken.y);
+            const float2 taken =
+                make_float2(__shfl_xor_sync(0xffffffffu, given.x, 1), __shfl_xor_sync(0xffffffffu, given.y, 1));
+            const float4 four =
+                odd ? make_float4(taken.x, taken.y, mine.x, mine.y) : make_float4(mine.x, mine.y, taken.x, taken.y);
             if (!exists) continue;
             if (stays) {
                 store_shared(local_row + (n + odd) * 32, four);
@@ -91,9 +91,8 @@ struct Inbox {
 
     // Waits for everybody's rows and finishes this block's.
     __device__ __forceinline__ void finish(const AttentionArgs& args, const Extent& extent, int kv_head) const {
-        wait_for_phase_in_cluster(barrier, 0);
         finish_rows<Shape, kMaxClusterSplits>(
-            args, extent, kv_head, rank, active,
+            args, extent, kv_head, rank, active, [&] { wait_for_phase_in_cluster(barrier, 0); },
             [&](int place, int part) { return load_shared_pair(stat_address(rank, part, place)); },
             [&](int place, int part, int offset) {
                 return load_shared_floats(row_address(rank, part, place) + offset);

@@ -27,12 +27,12 @@ __device__ __forceinline__ float2 load_peer_pair(uint32_t address) {
 }
 
 // Joins the splits of a row tile, which are one cluster: each block finishes every splits-th row. A block without keys
-// helps, too. stats(place, part) loads the reference exponent and the sum of row split + place * splits in one split,
-// values(place, part, offset) 16 of its kHeadDim * 4 bytes. Sixteen lanes per row; Shape::kThreads threads call it, at most kMaxParts splits are
-// active.
-template <typename Shape, int kMaxParts, typename Stats, typename Values>
+// helps, too. Nothing is read before wait_until_ready() has returned; stats(place, part) loads the reference exponent
+// and the sum of row split + place * splits in one split, values(place, part, offset) 16 of its kHeadDim * 4 bytes.
+// Sixteen lanes per row; Shape::kThreads threads call it, at most kMaxParts splits are active.
+template <typename Shape, int kMaxParts, typename Ready, typename Stats, typename Values>
 __device__ __forceinline__ void finish_rows(const AttentionArgs& args, const Extent& extent, int kv_head, int split,
-                                            int active, Stats stats, Values values) {
+                                            int active, Ready wait_until_ready, Stats stats, Values values) {
     constexpr int kLanes = 16, kPieces = Shape::kHeadDim / (4 * kLanes), kAhead = kMaxParts < 8 ? kMaxParts : 8;
     static_assert(kMaxParts <= kLanes && kPieces * 4 * kLanes == Shape::kHeadDim, "a lane weighs one part");
     const int lane = threadIdx.x % kLanes;
@@ -40,11 +40,14 @@ __device__ __forceinline__ void finish_rows(const AttentionArgs& args, const Ext
     for (int turn = 0;; ++turn) {
         const int place = turn * (Shape::kThreads / kLanes) + static_cast<int>(threadIdx.x) / kLanes;
         const int row = split + place * args.splits;
-        if (split + (place & ~1) * args.splits >= extent.rows) break;
         const bool exists = row < extent.rows;
         const int request_row = extent.first_row + (exists ? row : 0);
         const int head = kv_head * args.group + request_row % args.group;
         const float sink = args.sinks ? args.sinks[head] * 1.4426950408889634f : -INFINITY;
+        auto* target = static_cast<typename Shape::T*>(args.out) +
+                       (extent.query_begin + request_row / args.group) * args.out_stride + head * Shape::kHeadDim;
+        if (turn == 0) wait_until_ready();  // with everything else at hand
+        if (split + (place & ~1) * args.splits >= extent.rows) break;
         float2 stat = make_float2(-INFINITY, 0.0f);
         if (exists && lane < active) stat = stats(place, lane);
         float4 value[kPieces] = {};
@@ -81,8 +84,6 @@ __device__ __forceinline__ void finish_rows(const AttentionArgs& args, const Ext
         }
         if (!exists) continue;
         const float factor = total > 0.0f ? 1.0f / total : 0.0f;
-        auto* target = static_cast<typename Shape::T*>(args.out) +
-                       (extent.query_begin + request_row / args.group) * args.out_stride + head * Shape::kHeadDim;
 #pragma unroll
         for (int piece = 0; piece < kPieces; ++piece)
             reinterpret_cast<uint2*>(target)[piece * kLanes + lane] =
@@ -96,12 +97,9 @@ template <typename Shape, int kMaxParts>
 __device__ __forceinline__ void join_cluster(const AttentionArgs& args, const Extent& extent, int kv_head, int split,
                                              int active, uint32_t outs, uint32_t stats) {
     arrive_in_cluster();
-    wait_for_cluster();
     finish_rows<Shape, kMaxParts>(
-        args, extent, kv_head, split, active,
-        [&](int place, int part) {
-            return load_peer_pair(in_block(stats + (split + place * args.splits) * 8, part));
-        },
+        args, extent, kv_head, split, active, wait_for_cluster,
+        [&](int place, int part) { return load_peer_pair(in_block(stats + (split + place * args.splits) * 8, part)); },
         [&](int place, int part, int offset) {
             const int row = split + place * args.splits;
             return load_peer(in_block(outs + row * Shape::kOutPitch * 4 + offset, part));

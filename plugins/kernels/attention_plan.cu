@@ -83,24 +83,27 @@ Choice choose_splits(const AttentionVariant* variant, int64_t blocks, int64_t sl
     return best;
 }
 
-// One wave of blocks that fill a multiprocessor each, joined in clusters; cost infinite where one wave is too small. Of
-// the cluster sizes that find room the largest is the fastest.
-Choice choose_cluster(const AttentionVariant* variant, int device, int shared_bytes, int64_t blocks, int rows,
-                      int tiles, int limit) {
-    // A multiprocessor reads at 1.8 times its even share, not more; some read slower than others, and all are waited
+// One wave of blocks that fill a multiprocessor each; cost infinite where one wave is too small. Splits that find room
+// as clusters join in them, others by a second launch.
+Choice choose_alone(const AttentionVariant* variant, int device, int shared_bytes, int64_t blocks, int rows, int tiles,
+                    int limit) {
+    // A multiprocessor reads at 1.5 times its even share, not more; some read slower than others, and all are waited
     // for.
-    constexpr double kFillAndDrain = 1.9, kJoin = 0.2, kLeastLoad = 0.54, kTile = 0.5, kUneven = 1.1;
+    constexpr double kFillAndDrain = 2.4, kJoinInCluster = 0.2, kJoinByLaunch = 1.5;
+    constexpr double kLeastLoad = 0.6, kTile = 0.5, kUneven = 1.1;
     const double slots = multiprocessor_count();
-    for (int splits = std::min(limit, variant->cluster_limit); splits >= 1; --splits) {
-        if (blocks * splits > slots || !holds_cluster(*variant, rows, splits) ||
-            blocks > resident_clusters(device, *variant, shared_bytes, splits))
-            continue;
+    Choice best = {variant, 1, false, INFINITY};
+    for (int splits = 1; splits <= limit && blocks * splits <= slots; ++splits) {
+        const bool in_cluster = splits > 1 && splits <= variant->cluster_limit &&
+                                holds_cluster(*variant, rows, splits) &&
+                                blocks <= resident_clusters(device, *variant, shared_bytes, splits);
         const double share = kTile * ((tiles + splits - 1) / splits);
         const double load = std::max(kLeastLoad, blocks * splits / slots);
-        const double cost = kUneven * share * load + kFillAndDrain + (splits > 1 ? kJoin : 0.0);
-        return {variant, splits, splits > 1, cost};
+        const double join = splits == 1 ? 0.0 : in_cluster ? kJoinInCluster : kJoinByLaunch;
+        const double cost = kUneven * share * load + kFillAndDrain + join;
+        if (cost < best.cost) best = {variant, splits, in_cluster, cost};
     }
-    return {variant, 1, false, INFINITY};
+    return best;
 }
 
 }  // namespace
@@ -157,9 +160,10 @@ int32_t make_plan(const dflash_attention_params& p, Plan& plan) {
         const int alone_tiles = tiles_of(*alone);
         if (alone->rows >= rows && shared_bytes + 1024 <= shared_of_block) {
             const int most = std::max(1, std::min(alone_tiles / kMinTilesPerSplit, most_splits));
-            const Choice in_cluster = choose_cluster(alone, device, shared_bytes, blocks, static_cast<int>(rows), alone_tiles, most);
-            if (in_cluster.cost < choice.cost) {
-                choice = in_cluster;
+            const Choice by_engine =
+                choose_alone(alone, device, shared_bytes, blocks, static_cast<int>(rows), alone_tiles, most);
+            if (by_engine.cost < choice.cost) {
+                choice = by_engine;
                 plan.stages = stages;
                 plan.shared_bytes = shared_bytes;
             }

@@ -108,9 +108,9 @@ void run(const Case& c) {
         const float difference = std::fabs(__bfloat162float(split[i]) - __bfloat162float(whole[i]));
         most = difference <= most ? most : difference;  // NaN stays
     }
-    std::printf("head_dim %d, %d KV heads, group %d, pages of %d, %s%s, %d x %d queries, context %d: %.4f\n", c.head_dim,
-                c.kv_heads, c.group, c.page_tokens, c.block_mode ? "block" : "paged", c.settled ? " settled" : "", batch,
-                c.queries, longest, most);
+    std::printf("head_dim %d, %d KV heads, group %d, pages of %d, %s%s, %d x %d queries, context %d: %.4f\n",
+                c.head_dim, c.kv_heads, c.group, c.page_tokens, c.block_mode ? "block" : "paged",
+                c.settled ? " settled" : "", batch, c.queries, longest, most);
     check(most < 0.02f, "splits disagree");
     for (void* pointer : allocations) cudaFree(pointer);
     allocations.clear();
