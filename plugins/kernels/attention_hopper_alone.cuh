@@ -1,11 +1,10 @@
 // The Hopper kernel for work that fits one wave: a block fills a multiprocessor, and the tensor copy engine feeds it.
 //
 // One warp asks for key tiles, a few instructions each, where copies by threads spend most of a warp's time on
-// addresses; two warpgroups take half the keys of each tile, so that the last one is done soon after it has come. So a
-// multiprocessor reads at 1.8 times
-// its even share of the memory bandwidth (measured on an H200: 57 GB/s, against 34 in the other kernel), few enough
-// blocks suffice that all splits of a row tile find room as one thread block cluster, and they join by
-// messages through the cluster's network, without a second launch.
+// addresses; two warpgroups take half the keys of each tile, so that the last one is done soon after it has come.
+// Splits of a row tile that find room as one thread block cluster join by messages through the cluster's network. Large
+// clusters often do not, since the multiprocessors of a chip are not spread evenly (measured on an H200: 7 clusters of
+// 16, 15 of 8, 30 of 4, 66 of 2); then a second launch joins them.
 //
 // The copy engine takes tiles whose 64 keys are all in the cache and in sight. The others, at the ends, are copied by
 // the warpgroups themselves, while the first tiles are on their way: their order does not matter.
@@ -28,7 +27,7 @@ struct AloneShape {
     static constexpr int kThreads = 128 * kKeyGroups;  // of the warpgroups
     // The warp that fetches has its own warpgroup, whose registers the others take over.
     static constexpr int kLaunchThreads = kThreads + 128;
-    static constexpr int kFetchRegisters = 24, kRegisters = 240;
+    static constexpr int kFetchRegisters = 40, kRegisters = 232;
     // The last stages first serve tiles at the ends.
     static constexpr int kStages = 6, kLentStages = 2;
     static constexpr int kChunks = kHeadDim / 8;
@@ -77,9 +76,11 @@ __device__ __forceinline__ void fetch_tiles(const AttentionArgs& args, const Ext
     constexpr int kHalves = Shape::kHeadDim / 64, kGroups = Shape::kKeys / 16, kBatch = 32 / kGroups;
     const int lane = threadIdx.x % 32;
     const int copies = Shape::kKeys / args.copy_keys * kHalves * 2;  // at most 16
-    const int part = lane / 2 / kHalves * args.copy_keys, half = lane / 2 % kHalves;
-    const TensorMap* map = lane % 2 ? &args.v_map : &args.k_map;
-    const uint32_t target = ring + lane % 2 * Shape::kValueOffset + half * Shape::kPartBytes + part * 128;
+    // The halves of a row follow each other: they are neighbours in memory.
+    const int half = lane % kHalves, values = lane / kHalves % 2, part = lane / kHalves / 2 * args.copy_keys;
+    const TensorMap* map = values ? &args.v_map : &args.k_map;
+    const uint32_t target = ring + values * Shape::kValueOffset + half * Shape::kPartBytes + part * 128;
+    const uint64_t policy = evict_first_policy();
     // Lane l holds the cache row of key group l % kGroups of tile first + l / kGroups; the next batch's pages are on
     // their way.
     auto key_of = [&](int first) { return (whole.first + first) * Shape::kKeys + lane * 16; };
@@ -109,7 +110,7 @@ __device__ __forceinline__ void fetch_tiles(const AttentionArgs& args, const Ext
         if (lane == 0) expect_bytes(full + stage * 8, Shape::kStageBytes);
         __syncwarp();
         if (lane < copies)
-            copy_box(target + stage * Shape::kStageBytes, map, half * 64, kv_head, row, full + stage * 8);
+            copy_box(target + stage * Shape::kStageBytes, map, half * 64, kv_head, row, full + stage * 8, policy);
     }
 }
 
@@ -182,7 +183,7 @@ __global__ void __launch_bounds__(Shape::kLaunchThreads, 1)
             start_barrier(full + stage * 8, 1);
             start_barrier(empty + stage * 8, Shape::kThreads / 32);
         }
-        start_barrier(arrived, Inbox<Shape>::kArrivals);
+        start_barrier(arrived, 1);
         publish_barriers();
     }
     const uint32_t misalignment = shared_address(unaligned) % Shape::kAlignment;
@@ -286,9 +287,7 @@ __global__ void __launch_bounds__(Shape::kLaunchThreads, 1)
             arrive_in_cluster_relaxed();
             wait_for_cluster();
         }
-        if (!joins) return;
-        inbox.warp_is_done();
-        inbox.finish(args, extent, kv_head);
+        if (joins) inbox.finish(args, extent, kv_head);
     }
 #endif
 }

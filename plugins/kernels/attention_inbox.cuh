@@ -16,8 +16,6 @@ namespace dflash {
 template <typename Shape>
 struct Inbox {
     static constexpr int kRowBytes = Shape::kHeadDim * 4, kMaxOwnRows = Shape::kRows / 2;
-    // Of `barrier`: whoever expects the bytes, and the block's warps, which have stored rows that stay here.
-    static constexpr int kArrivals = 1 + Shape::kThreads / 32;
 
     uint32_t others, own, barrier;
     int rank, splits, active, places;
@@ -44,19 +42,18 @@ struct Inbox {
                    : others + Shape::kHeldRows * kRowBytes + ((sender - (sender > owner)) * places + place) * 8;
     }
 
-    // What this block will receive. One thread calls it, once.
+    // What this block will receive, its own rows included. One thread calls it, once.
     __device__ __forceinline__ void expect(const Extent& extent) const {
-        const int rows = max(0, (extent.rows - rank + splits - 1) / splits), senders = active - (rank < active);
-        expect_bytes(barrier, rows * senders * (kRowBytes + 8));
+        const int rows = max(0, (extent.rows - rank + splits - 1) / splits);
+        expect_bytes(barrier, rows * active * (kRowBytes + 8));
     }
 
     // Sends each row to the block that finishes it. The whole warp calls it.
     __device__ __forceinline__ void send_row(const RowSums<Shape>& sums, const Extent& extent) const {
         const int owner = sums.row % splits, place = sums.row / splits, quarter = threadIdx.x % 4;
-        const bool exists = sums.row < extent.rows, stays = owner == rank;
-        const uint32_t local_row = row_address(owner, rank, place) + quarter / 2 * 16;
-        const uint32_t local_stat = stat_address(owner, rank, place), counted = in_block(barrier, owner);
-        const uint32_t remote_row = in_block(local_row, owner);
+        const bool exists = sums.row < extent.rows;
+        const uint32_t target = in_block(row_address(owner, rank, place), owner) + quarter / 2 * 16;
+        const uint32_t counted = in_block(barrier, owner);
         // Lane pairs hold four neighbouring values of two 8-column tiles each: they swap, so that each lane has all
         // four of one.
         const bool odd = quarter % 2;
@@ -68,25 +65,10 @@ struct Inbox {
                 make_float2(__shfl_xor_sync(0xffffffffu, given.x, 1), __shfl_xor_sync(0xffffffffu, given.y, 1));
             const float4 four =
                 odd ? make_float4(taken.x, taken.y, mine.x, mine.y) : make_float4(mine.x, mine.y, taken.x, taken.y);
-            if (!exists) continue;
-            if (stays) {
-                store_shared(local_row + (n + odd) * 32, four);
-            } else {
-                send(remote_row + (n + odd) * 32, four, counted);
-            }
+            if (exists) send(target + (n + odd) * 32, four, counted);
         }
-        if (!exists || quarter != 0) return;
-        if (stays) {
-            store_shared_pair(local_stat, sums.reference, sums.total);
-        } else {
-            send_pair(in_block(local_stat, owner), sums.reference, sums.total, counted);
-        }
-    }
-
-    // After a warp's last row that stays here.
-    __device__ __forceinline__ void warp_is_done() const {
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) arrive(barrier);
+        if (exists && quarter == 0)
+            send_pair(in_block(stat_address(owner, rank, place), owner), sums.reference, sums.total, counted);
     }
 
     // Waits for everybody's rows and finishes this block's.

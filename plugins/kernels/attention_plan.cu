@@ -87,20 +87,16 @@ Choice choose_splits(const AttentionVariant* variant, int64_t blocks, int64_t sl
 // as clusters join in them, others by a second launch.
 Choice choose_alone(const AttentionVariant* variant, int device, int shared_bytes, int64_t blocks, int rows, int tiles,
                     int limit) {
-    // A multiprocessor reads at 1.5 times its even share, not more; some read slower than others, and all are waited
-    // for.
-    constexpr double kFillAndDrain = 2.4, kJoinInCluster = 0.2, kJoinByLaunch = 1.5;
-    constexpr double kLeastLoad = 0.6, kTile = 0.5, kUneven = 1.1;
-    const double slots = multiprocessor_count();
+    // A block takes its tiles in order, each in the time in which it would come if all multiprocessors read: fewer
+    // blocks read less.
+    constexpr double kFillAndDrain = 3.0, kJoinInCluster = 0.2, kJoinByLaunch = 0.85, kTile = 0.48;
     Choice best = {variant, 1, false, INFINITY};
-    for (int splits = 1; splits <= limit && blocks * splits <= slots; ++splits) {
+    for (int splits = 1; splits <= limit && blocks * splits <= multiprocessor_count(); ++splits) {
         const bool in_cluster = splits > 1 && splits <= variant->cluster_limit &&
                                 holds_cluster(*variant, rows, splits) &&
                                 blocks <= resident_clusters(device, *variant, shared_bytes, splits);
-        const double share = kTile * ((tiles + splits - 1) / splits);
-        const double load = std::max(kLeastLoad, blocks * splits / slots);
         const double join = splits == 1 ? 0.0 : in_cluster ? kJoinInCluster : kJoinByLaunch;
-        const double cost = kUneven * share * load + kFillAndDrain + join;
+        const double cost = kTile * ((tiles + splits - 1) / splits) + kFillAndDrain + join;
         if (cost < best.cost) best = {variant, splits, in_cluster, cost};
     }
     return best;

@@ -95,15 +95,6 @@ __device__ __forceinline__ void send_pair(uint32_t address, float x, float y, ui
         : "memory");
 }
 
-__device__ __forceinline__ void store_shared(uint32_t address, const float4& v) {
-    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
-                 : "memory");
-}
-
-__device__ __forceinline__ void store_shared_pair(uint32_t address, float x, float y) {
-    asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(x), "f"(y) : "memory");
-}
-
 __device__ __forceinline__ float2 load_shared_pair(uint32_t address) {
     float2 v;
     asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
