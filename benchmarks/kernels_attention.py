@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks import read_floor
 from trtllm_dflash.ops import cuda_attention
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_TOKENS = 32, 8, 128, 32
@@ -387,6 +388,7 @@ def measure(*, compare: bool = True) -> dict[str, float]:
     """All figures of this file. ``compare``: time torch's attention as well."""
     roofline = Roofline()
     figures = {f"copy_{size}mb_tb_s": round(rate / 1e6, 3) for size, rate in roofline.by_megabytes.items()}
+    figures |= read_floor.measure(time_us)
     print(", ".join(f"{name} {value}" for name, value in figures.items()), flush=True)
     figures |= measure_fused(roofline)
     figures |= measure_attention(roofline)

@@ -40,17 +40,27 @@ struct AttentionArgs {
 // be read earlier.
 __device__ __forceinline__ void wait_for_launch_in_front() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// Brings the request's page table into the L2 while the lengths are on their way.
-__device__ __forceinline__ void prefetch_page_table(const AttentionArgs& args, int request) {
+__device__ __forceinline__ void prefetch(const void* address) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
+// Brings the request's lengths and page table into the L2, where later writes are seen: it may run while the launch in
+// front still writes them.
+__device__ __forceinline__ void prefetch_indices(const AttentionArgs& args, int request) {
     const int64_t row_bytes = static_cast<int64_t>(args.pages_per_request) * args.index_bytes;
     const char* row = static_cast<const char*>(args.page_table) + request * args.page_table_stride * args.index_bytes;
     const int64_t offset = static_cast<int64_t>(threadIdx.x) * 128;
-    if (offset < row_bytes) asm volatile("prefetch.global.L2 [%0];" ::"l"(row + offset));
+    if (threadIdx.x == 0) {
+        prefetch(static_cast<const char*>(args.context_lengths) + request * args.index_bytes);
+        const void* lengths = args.block_size > 0 ? args.block_lengths : args.query_starts;
+        if (lengths) prefetch(static_cast<const char*>(lengths) + request * args.index_bytes);
+    }
+    if (offset < row_bytes) prefetch(row + offset);
 }
 
 __device__ __forceinline__ void begin_attention(const AttentionArgs& args, int request) {
+    prefetch_indices(args, request);
     wait_for_launch_in_front();
-    prefetch_page_table(args, request);
 }
 
 // The queries and keys of one (request, row tile). Rows of a tile are (query, head of the group), head fastest.
@@ -99,6 +109,14 @@ struct Extent {
                                                                               : position + args.window_right + 1;
     }
 };
+
+// Where the partial rows of one split begin, in args.partial_out and args.partial_stats.
+__device__ __forceinline__ int64_t first_partial_row(const AttentionArgs& args, int request, int kv_head, int row_tile,
+                                                     int split, int tile_rows) {
+    return (((static_cast<int64_t>(request) * args.kv_heads + kv_head) * args.row_tiles + row_tile) * args.splits +
+            split) *
+           tile_rows;
+}
 
 // The key tiles of one split.
 struct SplitRange {

@@ -19,6 +19,7 @@ constexpr AttentionVariant variant() {
             Shape::kThreads,
             Shape::kWarpgroups == 1 ? 2 : 1,
             kPairSplits,
+            0,
             false,
             [](int stages) { return Shape::shared_bytes(stages); },
             hopper_attention_kernel<Shape>};
@@ -34,6 +35,7 @@ constexpr AttentionVariant variant_alone() {
             Shape::kLaunchThreads,
             1,
             kMaxClusterSplits,
+            Shape::kHeldRows,
             true,
             [](int stages) { return Shape::shared_bytes(stages); },
             hopper_alone_kernel<Shape>};

@@ -17,7 +17,7 @@ template <typename T_, int kHeadDim_, int kWarpgroups_>
 struct HopperShape {
     using T = T_;
     static constexpr bool kFloat8 = false;
-    static constexpr int kHeadDim = kHeadDim_, kWarpgroups = kWarpgroups_, kKeys = 64;
+    static constexpr int kHeadDim = kHeadDim_, kWarpgroups = kWarpgroups_, kKeys = 64, kGroupKeys = kKeys;
     static constexpr int kThreads = 128 * kWarpgroups, kRows = 64 * kWarpgroups;
     static constexpr int kChunks = kHeadDim / 8;
     static constexpr int kPartBytes = kKeys * 128;  // all keys, 64 dimensions
@@ -102,25 +102,19 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kWarpgroups == 1 ? 2 :
         return;
     }
 
-    const int64_t partial_row =
-        (((static_cast<int64_t>(request) * args.kv_heads + kv_head) * args.row_tiles + row_tile) * args.splits +
-         split) *
-        Shape::kRows;
+    const int64_t partial_row = first_partial_row(args, request, kv_head, row_tile, split, Shape::kRows);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        float total = rows.row_sum(half);
-        const int row = rows.row_of(half);
-        if (row >= extent.rows) continue;
+        const RowSums<Shape> sums = rows.half(half);
+        if (sums.row >= extent.rows) continue;
         if (joins) {
-            rows.write_partial(half, total, reinterpret_cast<float*>(shared) + row * Shape::kOutPitch, row_stats + row);
-            continue;
+            sums.write_partial(reinterpret_cast<float*>(shared) + sums.row * Shape::kOutPitch, row_stats + sums.row);
+        } else if (range.active > 1) {
+            sums.write_partial(args.partial_out + (partial_row + sums.row) * Shape::kHeadDim,
+                               args.partial_stats + partial_row + sums.row);
+        } else {
+            sums.write_result(args, extent, kv_head);
         }
-        if (range.active > 1) {
-            rows.write_partial(half, total, args.partial_out + (partial_row + row) * Shape::kHeadDim,
-                               args.partial_stats + partial_row + row);
-            continue;
-        }
-        rows.write_result(args, extent, kv_head, half, total);
     }
     if (joins)
         join_cluster<Shape, kPairSplits>(args, extent, kv_head, split, range.active, ring, shared_address(row_stats));

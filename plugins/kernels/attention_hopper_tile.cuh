@@ -1,4 +1,4 @@
-// What a warpgroup of either Hopper kernel does with 64 keys that lie in shared memory, and how its result leaves it.
+// What a warpgroup of either Hopper kernel does with keys that lie in shared memory, and how its result leaves it.
 #pragma once
 
 #include "attention_extent.cuh"
@@ -6,12 +6,71 @@
 
 namespace dflash {
 
-// The query rows of one warp in registers, and what it has summed up. Shape: T, kHeadDim, kRows, kPartBytes (64
-// dimensions of a tile's keys), kValueOffset (from K to V of a tile), kOutPitch.
+// What four lanes have summed up for one row: lane % 4 holds columns lane % 4 * 2 and the next of every eight.
+template <typename Shape>
+struct RowSums {
+    using T = typename Shape::T;
+    static constexpr int kTiles = Shape::kHeadDim / 8;
+
+    int row;  // of the tile
+    float reference, total;
+    float2 values[kTiles];
+
+    // Writes the finished row.
+    __device__ __forceinline__ void write_result(const AttentionArgs& args, const Extent& extent, int kv_head) const {
+        const int request_row = extent.first_row + row;
+        const int head = kv_head * args.group + request_row % args.group;
+        const float sink = args.sinks ? args.sinks[head] * 1.4426950408889634f : -INFINITY;
+        // A sink far above every key would overflow relative to the reference: take the larger of the two.
+        const float top = fmaxf(reference, sink);
+        const float weight = exp2_fast(reference - top);
+        const float sum = total * weight + exp2_fast(sink - top);
+        const float factor = sum > 0.0f ? weight / sum : 0.0f;
+        T* target = static_cast<T*>(args.out) + (extent.query_begin + request_row / args.group) * args.out_stride +
+                    head * Shape::kHeadDim + threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n)
+            *reinterpret_cast<uint32_t*>(target + n * 8) = pack_pair<T>(values[n].x * factor, values[n].y * factor);
+    }
+
+    // The sums, not normalised, to `target` [kHeadDim] and `stats`.
+    __device__ __forceinline__ void write_partial(float* target, float2* stats) const {
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) *reinterpret_cast<float2*>(target + n * 8 + threadIdx.x % 4 * 2) = values[n];
+        if (threadIdx.x % 4 == 0) *stats = make_float2(reference, total);
+    }
+
+    // For the same thread of the other warpgroup: sums [kTiles][128] and stats [128].
+    __device__ __forceinline__ void give(float2* sums, float2* stats) const {
+        const int thread = threadIdx.x % 128;
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) sums[n * 128 + thread] = values[n];
+        stats[thread] = make_float2(reference, total);
+    }
+
+    // Adds what the same thread of the other warpgroup gave.
+    __device__ __forceinline__ void take(const float2* sums, const float2* stats) {
+        const int thread = threadIdx.x % 128;
+        const float2 theirs = stats[thread];
+        const float top = fmaxf(reference, theirs.x);
+        const float mine = exp2_fast(reference - top), share = exp2_fast(theirs.x - top);
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) {
+            const float2 value = sums[n * 128 + thread];
+            values[n].x = values[n].x * mine + value.x * share;
+            values[n].y = values[n].y * mine + value.y * share;
+        }
+        reference = top;
+        total = total * mine + theirs.y * share;
+    }
+};
+
+// The query rows of one warp in registers, and what it has summed up. Shape: T, kHeadDim, kGroupKeys (keys
+// that a warpgroup takes at a time), kPartBytes (64 dimensions of a tile's keys), kValueOffset (from K to V of a tile).
 template <typename Shape>
 struct RowAccumulator {
     using T = typename Shape::T;
-    static constexpr int kSteps = Shape::kHeadDim / 16, kKeys = 64, kKeyTiles = kKeys / 8;
+    static constexpr int kSteps = Shape::kHeadDim / 16, kKeys = Shape::kGroupKeys, kKeyTiles = kKeys / 8;
 
     const int warp_row, lane;
     const bool warp_has_rows;
@@ -29,7 +88,8 @@ struct RowAccumulator {
         for (int k = 0; k < kSteps; ++k) ldmatrix_x4(queries[k], address + k * 32);
     }
 
-    // Keys key0 .. key0 + 63, which start at `keys` in shared memory. All four warps of the warpgroup call it.
+    // Keys from key0 on, kGroupKeys of them, which start at `keys` in shared memory. All four warps of the warpgroup
+    // call it.
     __device__ __forceinline__ void attend(const AttentionArgs& args, const Extent& extent, const int* row_low,
                                            const int* row_high, uint32_t keys, int key0) {
         float score[kKeyTiles][4];
@@ -103,67 +163,18 @@ struct RowAccumulator {
         wgmma_finish();
     }
 
-    // Row of the tile that this thread's half `half` of the accumulators belongs to.
-    __device__ __forceinline__ int row_of(int half) const { return warp_row + half * 8 + lane / 4; }
-
-    __device__ __forceinline__ float row_sum(int half) const {
-        float total = sum[half];
-        total += __shfl_xor_sync(0xffffffffu, total, 1);
-        return total + __shfl_xor_sync(0xffffffffu, total, 2);
-    }
-
-    // Writes a finished row.
-    __device__ __forceinline__ void write_result(const AttentionArgs& args, const Extent& extent, int kv_head, int half,
-                                                 float total) const {
-        const int request_row = extent.first_row + row_of(half);
-        const int head = kv_head * args.group + request_row % args.group;
-        const float sink = args.sinks ? args.sinks[head] * 1.4426950408889634f : -INFINITY;
-        // A sink far above every key would overflow relative to the reference: take the larger of the two.
-        const float top = fmaxf(reference[half], sink);
-        const float weight = exp2_fast(reference[half] - top);
-        total = total * weight + exp2_fast(sink - top);
-        const float factor = total > 0.0f ? weight / total : 0.0f;
-        T* target = static_cast<T*>(args.out) + (extent.query_begin + request_row / args.group) * args.out_stride +
-                    head * Shape::kHeadDim + lane % 4 * 2;
+    // What this thread has of the first (0) or second half of the warp's rows: row lane / 4 of eight.
+    __device__ __forceinline__ RowSums<Shape> half(int second) const {
+        RowSums<Shape> part;
+        part.row = warp_row + second * 8 + lane / 4;
+        part.reference = second ? reference[1] : reference[0];
+        part.total = second ? sum[1] : sum[0];
+        part.total += __shfl_xor_sync(0xffffffffu, part.total, 1);
+        part.total += __shfl_xor_sync(0xffffffffu, part.total, 2);
 #pragma unroll
         for (int n = 0; n < 2 * kSteps; ++n)
-            *reinterpret_cast<uint32_t*>(target + n * 8) =
-                pack_pair<T>(out[n][half * 2] * factor, out[n][half * 2 + 1] * factor);
-    }
-
-    // The sums of half `half` of a warpgroup's rows, thread by thread, for the other warpgroup: [kExchanged][128].
-    static constexpr int kExchanged = 2 * kSteps + 1;
-    __device__ __forceinline__ void give(int half, float total, float2* exchange) const {
-        const int thread = threadIdx.x % 128;
-#pragma unroll
-        for (int n = 0; n < 2 * kSteps; ++n)
-            exchange[n * 128 + thread] = make_float2(out[n][half * 2], out[n][half * 2 + 1]);
-        exchange[2 * kSteps * 128 + thread] = make_float2(reference[half], total);
-    }
-
-    // Adds what the same thread of the other warpgroup gave; returns the sum of the row over both.
-    __device__ __forceinline__ float take(int half, float total, const float2* exchange) {
-        const int thread = threadIdx.x % 128;
-        const float2 theirs = exchange[2 * kSteps * 128 + thread];
-        const float top = fmaxf(reference[half], theirs.x);
-        const float mine = exp2_fast(reference[half] - top), share = exp2_fast(theirs.x - top);
-#pragma unroll
-        for (int n = 0; n < 2 * kSteps; ++n) {
-            const float2 value = exchange[n * 128 + thread];
-            out[n][half * 2] = out[n][half * 2] * mine + value.x * share;
-            out[n][half * 2 + 1] = out[n][half * 2 + 1] * mine + value.y * share;
-        }
-        reference[half] = top;
-        return total * mine + theirs.y * share;
-    }
-
-    // The sums of a row, not normalised, to `target` [kHeadDim] and `stats`.
-    __device__ __forceinline__ void write_partial(int half, float total, float* target, float2* stats) const {
-#pragma unroll
-        for (int n = 0; n < 2 * kSteps; ++n)
-            *reinterpret_cast<float2*>(target + n * 8 + lane % 4 * 2) =
-                make_float2(out[n][half * 2], out[n][half * 2 + 1]);
-        if (lane % 4 == 0) *stats = make_float2(reference[half], total);
+            part.values[n] = make_float2(second ? out[n][2] : out[n][0], second ? out[n][3] : out[n][1]);
+        return part;
     }
 };
 

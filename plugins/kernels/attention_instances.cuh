@@ -18,6 +18,7 @@ constexpr AttentionVariant variant() {
             Shape::kThreads,
             Shape::kThreads <= 128 ? 2 : 1,
             1,
+            0,
             false,
             [](int stages) { return Shape::shared_bytes(stages); },
             attention_kernel<Shape>};

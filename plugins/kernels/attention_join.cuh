@@ -2,23 +2,13 @@
 #pragma once
 
 #include "attention_extent.cuh"
+#include "cluster_messages.cuh"
 
 namespace dflash {
 
 template <int kThreads>
 __device__ __forceinline__ void named_barrier(int name) {
     asm volatile("bar.sync %0, %1;" ::"r"(name), "n"(kThreads) : "memory");
-}
-
-// Of all threads of the cluster's blocks that have not left.
-__device__ __forceinline__ void cluster_barrier() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ uint32_t peer_address(uint32_t shared, int rank) {
-    uint32_t address;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
-    return address;
 }
 
 __device__ __forceinline__ float4 load_peer(uint32_t address) {
@@ -36,27 +26,30 @@ __device__ __forceinline__ float2 load_peer_pair(uint32_t address) {
     return v;
 }
 
-// Joins the splits of a row tile, which are one cluster: each block has its partial rows in shared memory, `outs` of
-// pitch kOutPitch and `stats`, and finishes every splits-th row. A block without keys helps, too. Sixteen lanes per
-// row; Shape::kThreads threads call it, at most kMaxParts splits are active.
-template <typename Shape, int kMaxParts>
-__device__ __forceinline__ void join_cluster(const AttentionArgs& args, const Extent& extent, int kv_head, int split,
-                                             int active, uint32_t outs, uint32_t stats) {
+// Joins the splits of a row tile, which are one cluster: each block finishes every splits-th row. A block without keys
+// helps, too. Nothing is read before wait_until_ready() has returned; stats(place, part) loads the reference exponent
+// and the sum of row split + place * splits in one split, values(place, part, offset) 16 of its kHeadDim * 4 bytes.
+// Sixteen lanes per row; Shape::kThreads threads call it, at most kMaxParts splits are active.
+template <typename Shape, int kMaxParts, typename Ready, typename Stats, typename Values>
+__device__ __forceinline__ void finish_rows(const AttentionArgs& args, const Extent& extent, int kv_head, int split,
+                                            int active, Ready wait_until_ready, Stats stats, Values values) {
     constexpr int kLanes = 16, kPieces = Shape::kHeadDim / (4 * kLanes), kAhead = kMaxParts < 8 ? kMaxParts : 8;
     static_assert(kMaxParts <= kLanes && kPieces * 4 * kLanes == Shape::kHeadDim, "a lane weighs one part");
     const int lane = threadIdx.x % kLanes;
-    cluster_barrier();
     // Whole warps stay in the loop while one of their rows exists.
     for (int turn = 0;; ++turn) {
         const int place = turn * (Shape::kThreads / kLanes) + static_cast<int>(threadIdx.x) / kLanes;
         const int row = split + place * args.splits;
-        if (split + (place & ~1) * args.splits >= extent.rows) break;
         const bool exists = row < extent.rows;
         const int request_row = extent.first_row + (exists ? row : 0);
         const int head = kv_head * args.group + request_row % args.group;
         const float sink = args.sinks ? args.sinks[head] * 1.4426950408889634f : -INFINITY;
+        auto* target = static_cast<typename Shape::T*>(args.out) +
+                       (extent.query_begin + request_row / args.group) * args.out_stride + head * Shape::kHeadDim;
+        if (turn == 0) wait_until_ready();  // with everything else at hand
+        if (split + (place & ~1) * args.splits >= extent.rows) break;
         float2 stat = make_float2(-INFINITY, 0.0f);
-        if (exists && lane < active) stat = load_peer_pair(peer_address(stats + row * 8, lane));
+        if (exists && lane < active) stat = stats(place, lane);
         float4 value[kPieces] = {};
         float most = fmaxf(fmaxf(sink, stat.x), -1e30f), weight = 0.0f, total = 0.0f;
         for (int first = 0; first < active; first += kAhead) {
@@ -67,8 +60,7 @@ __device__ __forceinline__ void join_cluster(const AttentionArgs& args, const Ex
                 for (int piece = 0; piece < kPieces; ++piece) {
                     part[i][piece] = make_float4(0, 0, 0, 0);
                     if (exists && first + i < active)
-                        part[i][piece] = load_peer(
-                            peer_address(outs + (row * Shape::kOutPitch + (piece * kLanes + lane) * 4) * 4, first + i));
+                        part[i][piece] = values(place, first + i, (piece * kLanes + lane) * 16);
                 }
             if (first == 0) {  // while the first parts are on their way
                 for (int offset = kLanes / 2; offset > 0; offset /= 2)
@@ -92,15 +84,28 @@ __device__ __forceinline__ void join_cluster(const AttentionArgs& args, const Ex
         }
         if (!exists) continue;
         const float factor = total > 0.0f ? 1.0f / total : 0.0f;
-        auto* target = static_cast<typename Shape::T*>(args.out) +
-                       (extent.query_begin + request_row / args.group) * args.out_stride + head * Shape::kHeadDim;
 #pragma unroll
         for (int piece = 0; piece < kPieces; ++piece)
             reinterpret_cast<uint2*>(target)[piece * kLanes + lane] =
                 make_uint2(pack_pair<typename Shape::T>(value[piece].x * factor, value[piece].y * factor),
                            pack_pair<typename Shape::T>(value[piece].z * factor, value[piece].w * factor));
     }
-    cluster_barrier();  // nobody's shared memory goes away while a peer may read it
+}
+
+// Joins partial rows that each block left in its own shared memory, `outs` of pitch kOutPitch and `stats`.
+template <typename Shape, int kMaxParts>
+__device__ __forceinline__ void join_cluster(const AttentionArgs& args, const Extent& extent, int kv_head, int split,
+                                             int active, uint32_t outs, uint32_t stats) {
+    arrive_in_cluster();
+    finish_rows<Shape, kMaxParts>(
+        args, extent, kv_head, split, active, wait_for_cluster,
+        [&](int place, int part) { return load_peer_pair(in_block(stats + (split + place * args.splits) * 8, part)); },
+        [&](int place, int part, int offset) {
+            const int row = split + place * args.splits;
+            return load_peer(in_block(outs + row * Shape::kOutPitch * 4 + offset, part));
+        });
+    arrive_in_cluster();
+    wait_for_cluster();  // nobody's shared memory goes away while a peer may read it
 }
 
 }  // namespace dflash

@@ -52,6 +52,12 @@ int resident_clusters(int device, const AttentionVariant& variant, int shared_by
     return known[key] = clusters;
 }
 
+// Whether a block has room for what the others of a cluster of `splits` blocks send it.
+bool holds_cluster(const AttentionVariant& variant, int rows, int splits) {
+    const int per_block = (std::min(rows, variant.rows) + splits - 1) / splits;
+    return variant.held_rows == 0 || (splits - 1) * per_block <= variant.held_rows;
+}
+
 // What a choice of splits costs, in units of the time in which the whole device reads its fill of key tiles. The
 // constants were fitted on an H200.
 struct Choice {
@@ -77,22 +83,23 @@ Choice choose_splits(const AttentionVariant* variant, int64_t blocks, int64_t sl
     return best;
 }
 
-// One wave of blocks that fill a multiprocessor each, joined in clusters; cost infinite where one wave is too small. Of
-// the cluster sizes that find room the largest is the fastest.
-Choice choose_cluster(const AttentionVariant* variant, int device, int shared_bytes, int64_t blocks, int tiles,
-                      int limit) {
-    // A multiprocessor reads at 1.8 times its even share, not more; some read slower than others, and all are waited
-    // for.
-    constexpr double kFillAndDrain = 1.9, kJoin = 0.2, kLeastLoad = 0.54, kTile = 0.5, kUneven = 1.1;
-    const double slots = multiprocessor_count();
-    for (int splits = std::min(limit, variant->cluster_limit); splits >= 1; --splits) {
-        if (blocks * splits > slots || blocks > resident_clusters(device, *variant, shared_bytes, splits)) continue;
-        const double share = kTile * ((tiles + splits - 1) / splits);
-        const double load = std::max(kLeastLoad, blocks * splits / slots);
-        const double cost = kUneven * share * load + kFillAndDrain + (splits > 1 ? kJoin : 0.0);
-        return {variant, splits, splits > 1, cost};
+// One wave of blocks that fill a multiprocessor each; cost infinite where one wave is too small. Splits that find room
+// as clusters join in them, others by a second launch.
+Choice choose_alone(const AttentionVariant* variant, int device, int shared_bytes, int64_t blocks, int rows, int tiles,
+                    int limit) {
+    // A block takes its tiles in order, each in the time in which it would come if all multiprocessors read: fewer
+    // blocks read less.
+    constexpr double kFillAndDrain = 3.0, kJoinInCluster = 0.2, kJoinByLaunch = 0.85, kTile = 0.48;
+    Choice best = {variant, 1, false, INFINITY};
+    for (int splits = 1; splits <= limit && blocks * splits <= multiprocessor_count(); ++splits) {
+        const bool in_cluster = splits > 1 && splits <= variant->cluster_limit &&
+                                holds_cluster(*variant, rows, splits) &&
+                                blocks <= resident_clusters(device, *variant, shared_bytes, splits);
+        const double join = splits == 1 ? 0.0 : in_cluster ? kJoinInCluster : kJoinByLaunch;
+        const double cost = kTile * ((tiles + splits - 1) / splits) + kFillAndDrain + join;
+        if (cost < best.cost) best = {variant, splits, in_cluster, cost};
     }
-    return {variant, 1, false, INFINITY};
+    return best;
 }
 
 }  // namespace
@@ -147,11 +154,12 @@ int32_t make_plan(const dflash_attention_params& p, Plan& plan) {
                               : nullptr) {
         const int stages = stages_within(*alone, shared_of_sm), shared_bytes = alone->shared_bytes(stages);
         const int alone_tiles = tiles_of(*alone);
-        if (alone->rows >= rows && shared_bytes + 2048 <= shared_of_block) {
+        if (alone->rows >= rows && shared_bytes + 1024 <= shared_of_block) {
             const int most = std::max(1, std::min(alone_tiles / kMinTilesPerSplit, most_splits));
-            const Choice in_cluster = choose_cluster(alone, device, shared_bytes, blocks, alone_tiles, most);
-            if (in_cluster.cost < choice.cost) {
-                choice = in_cluster;
+            const Choice by_engine =
+                choose_alone(alone, device, shared_bytes, blocks, static_cast<int>(rows), alone_tiles, most);
+            if (by_engine.cost < choice.cost) {
+                choice = by_engine;
                 plan.stages = stages;
                 plan.shared_bytes = shared_bytes;
             }

@@ -23,6 +23,7 @@ struct AttentionVariant {
     int threads;
     int blocks_per_multiprocessor;
     int cluster_limit;  // splits that can be one thread block cluster; 1: none
+    int held_rows;      // partial rows of other blocks of the cluster that a block has room for; 0: it needs none
     bool tensor_maps;   // reads the caches through AttentionArgs::k_map and v_map
     int (*shared_bytes)(int stages);
     void (*kernel)(AttentionArgs);

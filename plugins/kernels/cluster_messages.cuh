@@ -21,6 +21,12 @@ __device__ __forceinline__ void arrive_in_cluster() {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 
+// As arrive_in_cluster, without waiting for this thread's reads and writes, which may be slow to end under load: says
+// only that barriers are ready (publish_barriers) and that whatever was waited for is over.
+__device__ __forceinline__ void arrive_in_cluster_relaxed() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
 __device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // The same place in the shared memory of block `rank`.
@@ -79,6 +85,20 @@ __device__ __forceinline__ void send(uint32_t address, const float4& v, uint32_t
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
         "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
         : "memory");
+}
+
+// As send, 8 bytes.
+__device__ __forceinline__ void send_pair(uint32_t address, float x, float y, uint32_t barrier) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address), "f"(x),
+        "f"(y), "r"(barrier)
+        : "memory");
+}
+
+__device__ __forceinline__ float2 load_shared_pair(uint32_t address) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+    return v;
 }
 
 __device__ __forceinline__ uint4 load_shared(uint32_t address) {

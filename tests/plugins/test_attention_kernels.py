@@ -367,11 +367,13 @@ def test_one_graph_serves_growing_contexts() -> None:
 
 @pytest.mark.parametrize("batch", [1, 3, 4, 8, 16])
 @pytest.mark.parametrize("page_tokens", [16, 32, 64, 96])
-@pytest.mark.parametrize("context", [4096, 4001])
-def test_one_wave_of_clusters(batch: int, page_tokens: int, context: int) -> None:
-    """Batches whose splits fill the device once: every cluster size there is, whole tiles and ends of tiles."""
-    contexts = tuple(context - 700 * (request % 2) - 3 * request for request in range(batch))
-    case = replace(BLOCK, contexts=contexts, queries=(8,) * batch, kv_heads=8, page_tokens=page_tokens)
+@pytest.mark.parametrize("context", [4096, 4001, 600])
+@pytest.mark.parametrize("block", [8, 16])
+def test_one_wave_of_splits(batch: int, page_tokens: int, context: int, block: int) -> None:
+    """Batches whose splits fill the device once, joined in clusters (short contexts: large ones) or by a second launch;
+    whole tiles and ends of tiles."""
+    contexts = tuple(max(0, context - 700 * (request % 2) - 3 * request) for request in range(batch))
+    case = replace(BLOCK, contexts=contexts, queries=(block,) * batch, block=block, kv_heads=8, page_tokens=page_tokens)
     Problem.draw(case).check()
     Problem.draw(replace(case, block=0, causal=True, settled=True)).check()
 
