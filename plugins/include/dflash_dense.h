@@ -26,7 +26,6 @@ typedef struct dflash_skinny_params {
     // Plan; 0 = chosen from the shape.
     int32_t cluster;           // blocks that share one range of columns and divide the depth: 1, 2, 4 or 8
     int32_t stages;            // copies in flight per warp
-    int32_t interleaved;       // warps divide the depth 1 = in stretches, 2 = block of 64 by block
     int32_t early;             // when the next launch may start: 1 (chosen) = with the last copy asked for, 2 = at once
     const void* x;             // [rows, depth], 16-byte aligned, x_stride a multiple of 8
     const void* weight;        // [columns or 2 * columns, depth] contiguous, 16-byte aligned

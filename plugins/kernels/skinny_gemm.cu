@@ -20,7 +20,7 @@ static_assert(kMaxDepth == kMaxCluster * kWarps * 4 * kTileDepth, "as dflash_den
 struct Plan {
     int cluster, blocks;  // blocks: of 64 columns per warp, one of those that are compiled
     int stages;           // copies in flight per warp
-    bool interleaved, start_next_at_once;
+    bool start_next_at_once;
 };
 
 int rounded_up(int value, int unit) { return (value + unit - 1) / unit; }
@@ -38,7 +38,7 @@ int most_blocks(int token_tiles) { return token_tiles == 1 ? 12 : token_tiles ==
 Plan make_plan(const dflash_skinny_params& p, int tiles) {
     const int blocks = p.depth / kTileDepth, token_tiles = rounded_up(p.rows, 8);
     auto per_warp = [&](int cluster) { return rounded_up(blocks, cluster * kWarps); };
-    Plan plan{1, 0, p.stages, p.interleaved == 2, p.early == 2};
+    Plan plan{1, 0, p.stages, p.early == 2};
     if (p.cluster > 0) {
         plan.cluster = p.cluster;
     } else {
@@ -48,11 +48,8 @@ Plan make_plan(const dflash_skinny_params& p, int tiles) {
         if (plan.cluster == 1 && per_warp(1) > 1 && tiles * 2 <= multiprocessor_count()) plan.cluster = 2;
     }
     plan.blocks = compiled_blocks(per_warp(plan.cluster));
-    // As fast as any inside a cycle of an H200: more copies in flight get in each other's way unless the weight is large,
-    // and warps that take turns along K pay once a block has some tiles to go through.
-    const int64_t block_tiles = int64_t(tiles) * plan.cluster, multiprocessors = multiprocessor_count();
-    if (p.stages == 0) plan.stages = block_tiles >= 32 * multiprocessors ? 6 : 4;
-    if (p.interleaved == 0) plan.interleaved = 2 * block_tiles >= 7 * multiprocessors;
+    // As fast as any inside a cycle of an H200: more copies in flight get in each other's way.
+    if (p.stages == 0) plan.stages = 4;
     return plan;
 }
 
@@ -76,7 +73,7 @@ int32_t describe(const dflash_skinny_params& p, CUtensorMap& map) {
     const auto type = p.dtype == DFLASH_FLOAT16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
     const CUresult status =
         encode(&map, type, 3, const_cast<void*>(p.weight), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-               CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+               CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (status != CUDA_SUCCESS)
         return fail(DFLASH_CUDA_ERROR, "skinny_gemm: the driver refused to describe the weight (CUresult %d)",
                     int(status));
@@ -229,7 +226,6 @@ int32_t dflash_skinny_gemm(const dflash_skinny_params* params, dflash_stream str
     args.tiles = rounded_up(p.columns, p.gated ? kTileRows / 2 : kTileRows);
     args.gated = p.gated != 0;
     const Plan plan = make_plan(p, args.tiles);
-    args.interleaved = plan.interleaved;
     args.start_next_at_once = plan.start_next_at_once;
     const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
     return p.dtype == DFLASH_BFLOAT16 ? launch_for_tokens<__nv_bfloat16>(p, plan, map, args, cuda_stream)

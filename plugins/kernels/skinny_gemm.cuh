@@ -25,7 +25,6 @@ struct SkinnyArgs {
     int tiles;   // of 16 weight rows
     int stages;
     bool start_next_at_once, gated;
-    bool interleaved;  // warps take turns along K; else each has one stretch of it
 };
 
 template <typename T_, int kTokenTiles_, int kBlocks_>
@@ -178,11 +177,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     const int range = blockIdx.x / cluster, ranges = gridDim.x / cluster;
     const int first_tile = static_cast<int>(static_cast<int64_t>(args.tiles) * range / ranges);
     const int end_tile = static_cast<int>(static_cast<int64_t>(args.tiles) * (range + 1) / ranges);
-    const int position = rank * Shape::kWarps + warp, positions = cluster * Shape::kWarps;
-    const int first_block = args.interleaved ? position : position * kBlocks;
-    const int block_step = args.interleaved ? positions : 1;
-    const int left_blocks = max(0, args.blocks - first_block);
-    const int blocks = args.interleaved ? (left_blocks + positions - 1) / positions : min(kBlocks, left_blocks);
+    const int first_block = (rank * Shape::kWarps + warp) * kBlocks;
+    const int blocks = max(0, min(kBlocks, args.blocks - first_block));
     const int ring_bytes = args.stages * kTileBytes;
     SumBuffers<Shape> buffers;
     buffers.cluster = cluster;
@@ -197,8 +193,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     stream.barriers = buffers.barriers + Shape::kBarrierBytes + warp * args.stages * 8;
     stream.stages = args.stages;
     stream.first_depth = first_block * kTileDepth;
-    stream.depth_step = block_step * kTileDepth;
-    stream.end_depth = stream.first_depth + blocks * stream.depth_step;
+    stream.end_depth = stream.first_depth + blocks * kTileDepth;
     stream.rows_per_tile = args.gated ? kTileRows / 2 : kTileRows;
     stream.start(first_tile, end_tile - first_tile);
     if (threadIdx.x == 0) buffers.start();
@@ -221,7 +216,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
                 if (b < blocks && t * 8 + group < args.tokens)
                     x[b][t][half] = reinterpret_cast<const uint4*>(
                         static_cast<const T*>(args.x) + (t * 8 + group) * args.x_stride +
-                        (first_block + b * block_step) * kTileDepth + quarter * 16)[half];
+                        (first_block + b) * kTileDepth + quarter * 16)[half];
             }
     if (cluster > 1) wait_for_cluster();
 

@@ -20,15 +20,15 @@ struct WeightStream {
     const CUtensorMap* map;
     uint32_t ring, barriers;  // this warp's, in shared memory
     int stages, slot, parity;
-    int first_depth, end_depth, depth_step, rows_per_tile;  // of the weight
+    int first_depth, end_depth, rows_per_tile;  // of the weight
     int next_depth, next_row, left;             // to ask for
 
-    // Columns from first_depth below end_depth, depth_step apart, of `count` row tiles from `first` on. Fills the ring. The
+    // Columns first_depth .. end_depth of `count` row tiles from `first` on. Fills the ring. The
     // whole warp calls it, once.
     __device__ __forceinline__ void start(int first, int count) {
         slot = parity = 0;
         next_depth = first_depth, next_row = first * rows_per_tile;
-        left = (end_depth - first_depth) / depth_step * count;
+        left = (end_depth - first_depth) / kTileDepth * count;
         if (left == 0) return;
         if (threadIdx.x % 32 == 0) {
             for (int i = 0; i < stages; ++i) start_barrier(barriers + i * 8, 1);
@@ -70,7 +70,7 @@ struct WeightStream {
                 "l"(map), "r"(next_depth), "r"(next_row), "r"(0), "r"(barrier), "l"(kEvictFirst)
                 : "memory");
         }
-        next_depth += depth_step;
+        next_depth += kTileDepth;
         if (next_depth == end_depth) next_depth = first_depth, next_row += rows_per_tile;
         --left;
     }

@@ -26,7 +26,7 @@ class _SkinnyParams(ctypes.Structure):
     _fields_ = (
         ("struct_size", ctypes.c_uint32),
         *((name, ctypes.c_int32) for name in ("dtype", "rows", "columns", "depth", "gated")),
-        *((name, ctypes.c_int32) for name in ("cluster", "stages", "interleaved", "early")),
+        *((name, ctypes.c_int32) for name in ("cluster", "stages", "early")),
         *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "out")),
         *((name, ctypes.c_int64) for name in ("x_stride", "out_stride")),
     )
@@ -64,7 +64,7 @@ def skinny_linear(
     bias: Tensor | None = None,
     *,
     out: Tensor | None = None,
-    plan: tuple[int, int, int, int] = (0, 0, 0, 0),
+    plan: tuple[int, int, int] = (0, 0, 0),
 ) -> Tensor:
     """``x @ weight.T + bias`` of at most 32 rows, float32 accumulation, the same bits in every run.
 
@@ -72,7 +72,7 @@ def skinny_linear(
         x: ``[M, K]`` bfloat16 or float16; K a multiple of 64 up to 16384; rows may be a slice of a wider matrix.
         weight: ``[N, K]`` contiguous, dtype of x. bias: ``[N]`` contiguous, dtype of x.
         out: ``[M, N]`` to write into; rows may be a slice of a wider matrix.
-        plan: cluster, stages, interleaved and early of ``dflash_skinny_params``; 0 = chosen (tests, tuning).
+        plan: cluster, stages and early of ``dflash_skinny_params``; 0 = chosen (tests, tuning).
 
     Raises:
         EngineError: tensors that do not fit each other, or a shape no kernel was compiled for.
@@ -81,7 +81,7 @@ def skinny_linear(
 
 
 def skinny_gate_up(
-    x: Tensor, weight: Tensor, *, out: Tensor | None = None, plan: tuple[int, int, int, int] = (0, 0, 0, 0)
+    x: Tensor, weight: Tensor, *, out: Tensor | None = None, plan: tuple[int, int, int] = (0, 0, 0)
 ) -> Tensor:
     """``silu(x @ gate.T) * (x @ up.T)`` with ``weight [2 * I, K]`` = gate rows, then up rows → ``[M, I]``.
 
@@ -101,7 +101,7 @@ def _launch(
     columns: int,
     *,
     gated: bool,
-    plan: tuple[int, int, int, int],
+    plan: tuple[int, int, int],
 ) -> Tensor:
     if not x.is_cuda or x.dtype not in _DTYPES or x.dim() != 2 or x.stride(1) != 1:
         raise EngineError(
@@ -119,7 +119,7 @@ def _launch(
     for name, tensor in (("weight", weight), ("bias", bias), ("out", out)):
         if tensor is not None and (tensor.dtype != x.dtype or tensor.device != x.device):
             raise EngineError(f"{name}: got {tensor.dtype} on {tensor.device}, expected {x.dtype} on {x.device}")
-    cluster, stages, interleaved, early = plan
+    cluster, stages, early = plan
     params = _SkinnyParams(
         struct_size=ctypes.sizeof(_SkinnyParams),
         dtype=_DTYPES[x.dtype],
@@ -129,7 +129,6 @@ def _launch(
         gated=gated,
         cluster=cluster,
         stages=stages,
-        interleaved=interleaved,
         early=early,
         x=x.data_ptr(),
         weight=weight.data_ptr(),
