@@ -19,7 +19,7 @@ from trtllm_dflash.config.sampling import SamplingParams
 from trtllm_dflash.serving.repository import deploy
 from trtllm_dflash.serving.tritonserver import triton_server
 
-CONCURRENCY, REQUESTS, ROUNDS = 4, 16, 3
+CONCURRENCY, REQUESTS, ROUNDS = 4, 24, 5
 
 
 def served_figures(engines: Path, prompts: Path, device: str, max_tokens: int) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -234,6 +234,8 @@ private:
                 check_cuda(cudaMemcpy(in[i], case_.inputs[i].bytes.data(), case_.inputs[i].bytes.size(),
                                       cudaMemcpyHostToDevice),
                            "input");
+            // A copy from pageable memory may still be on its way when it returns, and `stream` waits for no other.
+            check_cuda(cudaDeviceSynchronize(), "inputs");
         };
         const auto judge = [&](const std::string& how) {
             check_cuda(cudaStreamSynchronize(stream), how.c_str());
