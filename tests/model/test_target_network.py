@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,14 @@ def test_inner_features_are_transformers_hidden_states(tiny_pairs: Callable, tin
     features = run_target(session, ids).features.split(model.config.hidden_size, dim=-1)
     for column, layer in enumerate((2, 0)):
         torch.testing.assert_close(features[column], states[layer + 1][0], atol=1e-4, rtol=1e-4)
+
+
+def test_a_layer_is_not_captured_twice(tiny_engines: Callable) -> None:
+    session = load_session(tiny_engines("llama-v2"), device="cpu")
+    assert session.drafter_config is not None
+    session.drafter_config = replace(session.drafter_config, target_layer_ids=(2, 0, 2))
+    with pytest.raises(ValueError, match=r"capture_layers are \[2, 0, 2\], expected each layer once"):
+        run_target(session, [1, 2, 3])
 
 
 @pytest.mark.parametrize("kind", ROPES)

@@ -36,6 +36,9 @@ def target_network(
     Returns:
         logits ``[R, V]`` (``Ops.head_logits``) and features ``[T, F * H]``: the outputs of decoder layers
         ``capture_layers`` in that order (the last layer's before the final norm), or None when nothing is captured.
+
+    Raises:
+        ValueError: a layer is captured twice.
     """
     plan = ops.plan_attention(
         page_table,
@@ -52,7 +55,10 @@ def target_network(
     normed = ops.rms_norm(hidden, weights.layers[0].input_norm, eps)
     # The norm after a layer belongs to what follows it, and is one operation with the layer's last addition.
     following = [*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm]
-    captured = ops.side_by_side(len(capture_layers))
+    places = {layer: place for place, layer in enumerate(capture_layers)}
+    if len(places) < len(capture_layers):
+        raise ValueError(f"capture_layers are {list(capture_layers)}, expected each layer once")
+    captured = ops.side_by_side(len(places))
     for index, (layer, cache, next_norm) in enumerate(zip(weights.layers, caches, following, strict=True)):
         attention = layer.attention
         qkv = ops.linear(normed, attention.qkv)
@@ -61,12 +67,11 @@ def target_network(
         projected = ops.linear(ops.merge_heads(mixed), attention.dense)
         hidden, normed = ops.add_rms_norm(hidden, projected, layer.post_norm, eps)
         fed = ops.linear(ops.gated(normed, layer.mlp.gate_up), layer.mlp.down)
-        if index in capture_layers:
-            place = capture_layers.index(index)
-            hidden, normed = ops.add_rms_norm_kept(hidden, fed, next_norm, eps, captured, place)
+        if index in places:
+            hidden, normed = ops.add_rms_norm_kept(hidden, fed, next_norm, eps, captured, places[index])
         else:
             hidden, normed = ops.add_rms_norm(hidden, fed, next_norm, eps)
     wanted = normed if logit_rows is None else ops.take_rows(normed, logit_rows)
     logits = ops.head_logits(ops.linear(wanted, weights.head))
-    features = ops.joined(captured) if capture_layers else None
+    features = ops.joined(captured) if places else None
     return logits, features
