@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import read_floor
-from trtllm_dflash.ops import cuda_attention
+from trtllm_dflash.ops import cuda_attention, cuda_fused
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_TOKENS = 32, 8, 128, 32
 SCALE = HEAD_DIM**-0.5
@@ -347,7 +347,7 @@ def measure_fused(roofline: Roofline) -> dict[str, float]:
             slots = (pages_in_order[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS, device="cuda")).view(-1)
             positions = torch.arange(tokens, device="cuda")
             calls.append(
-                lambda kv=kv, caches=caches, slots=slots, positions=positions: cuda_attention.inject_kv(
+                lambda kv=kv, caches=caches, slots=slots, positions=positions: cuda_fused.inject_kv(
                     kv, positions, slots, table, weight, eps, caches[:layers], caches[layers:]
                 )
             )
@@ -366,7 +366,7 @@ def measure_fused(roofline: Roofline) -> dict[str, float]:
         "qk_norm_rope_write_4096",
         2 * tokens * wide * 2,
         [
-            lambda x=x: cuda_attention.qk_norm_rope_write(
+            lambda x=x: cuda_fused.qk_norm_rope_write(
                 x, HEADS, positions, positions, table, weight[0], weight[0], eps, cache[0], cache[1]
             )
             for x in inputs
@@ -377,10 +377,10 @@ def measure_fused(roofline: Roofline) -> dict[str, float]:
     report(
         "add_rms_norm_4096",
         4 * tokens * hidden * 2,
-        [lambda x=x, r=r: cuda_attention.add_rms_norm(x, r, norm_weight, eps) for x, r in pairs],
+        [lambda x=x, r=r: cuda_fused.add_rms_norm(x, r, norm_weight, eps) for x, r in pairs],
     )
     gates = [normal(tokens, 2 * intermediate) for _ in range(sets)]
-    report("swiglu_4096", 3 * tokens * intermediate * 2, [lambda x=x: cuda_attention.swiglu(x) for x in gates])
+    report("swiglu_4096", 3 * tokens * intermediate * 2, [lambda x=x: cuda_fused.swiglu(x) for x in gates])
     return figures
 
 

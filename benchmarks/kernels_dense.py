@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.kernels_attention import copy_bytes_per_us, time_us
-from trtllm_dflash.ops import cuda_attention, cuda_dense
+from trtllm_dflash.ops import cuda_dense, cuda_fused
 
 HIDDEN, INTERMEDIATE, QKV, VOCABULARY = 4096, 12288, 6144, 151936
 # Output and input columns of plain products: QKV, attention output, down, head, convolution kernels, selector.
@@ -36,7 +36,7 @@ def normal(rows: int, columns: int) -> Tensor:
 
 
 def cublas_gate_up(x: Tensor, weight: Tensor) -> Tensor:
-    return cuda_attention.swiglu(F.linear(x, weight))
+    return cuda_fused.swiglu(F.linear(x, weight))
 
 
 def measure_product(name: str, shape: tuple[int, int], ours: Product, theirs: Product, peak: float) -> dict[str, float]:
@@ -72,10 +72,10 @@ def measure_layer(peak: float) -> dict[str, float]:
     scale = torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)
 
     def layer(layer_weights: dict[str, Tensor], residual: Tensor, x: Tensor, linear: Product, gated: Product) -> None:
-        normed = cuda_attention.add_rms_norm(x, residual, scale, EPS)
+        normed = cuda_fused.add_rms_norm(x, residual, scale, EPS)
         qkv = linear(normed, layer_weights["qkv"])
         mixed = linear(qkv[:, :HIDDEN], layer_weights["dense"])
-        normed = cuda_attention.add_rms_norm(mixed, residual, scale, EPS)
+        normed = cuda_fused.add_rms_norm(mixed, residual, scale, EPS)
         linear(gated(normed, layer_weights["gate_up"]), layer_weights["down"])
 
     for tokens in ROWS:

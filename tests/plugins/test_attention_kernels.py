@@ -380,7 +380,7 @@ def test_one_wave_of_splits(batch: int, page_tokens: int, context: int, block: i
 
 def test_a_settled_context_waits_for_queries_and_new_rows() -> None:
     """The launch in front writes the queries and the newest cache rows; only what is older may be read early."""
-    from trtllm_dflash.ops import cuda_attention
+    from trtllm_dflash.ops import cuda_attention, cuda_fused
 
     problem = Problem.draw(replace(PAGED, contexts=(3000, 2990), queries=(8, 8), kv_heads=8, spare_pages=4))
     heads, kv_heads, head_dim = problem.q.shape[1], 8, 128
@@ -396,7 +396,7 @@ def test_a_settled_context_waits_for_queries_and_new_rows() -> None:
     caches = (problem.k_cache, problem.v_cache)
 
     def run(*, apart: bool) -> None:
-        q = cuda_attention.qk_norm_rope_write(qkv, heads, positions, slots, rotation, None, None, 1e-6, *caches)
+        q = cuda_fused.qk_norm_rope_write(qkv, heads, positions, slots, rotation, None, None, 1e-6, *caches)
         if apart:
             torch.cuda.synchronize()
         cuda_attention.paged_attention(

@@ -77,8 +77,8 @@ def test_every_plan_computes_the_same_product(plan: tuple[int, int, int]) -> Non
 
 @pytest.mark.parametrize("seed", range(60))
 def test_gate_up_equals_linear_then_swiglu(seed: int) -> None:
-    from trtllm_dflash.ops.cuda_attention import swiglu
     from trtllm_dflash.ops.cuda_dense import skinny_gate_up, skinny_linear
+    from trtllm_dflash.ops.cuda_fused import swiglu
 
     rng = random.Random(seed)
     generator = torch.Generator("cuda").manual_seed(seed)
@@ -96,8 +96,8 @@ def test_gate_up_equals_linear_then_swiglu(seed: int) -> None:
 
 
 def test_a_chain_in_a_graph_repeats_itself_bit_by_bit() -> None:
-    from trtllm_dflash.ops.cuda_attention import add_rms_norm
     from trtllm_dflash.ops.cuda_dense import skinny_gate_up, skinny_linear
+    from trtllm_dflash.ops.cuda_fused import add_rms_norm
 
     generator = torch.Generator("cuda").manual_seed(5)
     weights = [

@@ -67,7 +67,7 @@ def poisoned_cache(pages: int, page_tokens: int, kv_heads: int, head_dim: int, d
 
 @pytest.mark.parametrize("seed", range(200))
 def test_inject(seed: int) -> None:
-    from trtllm_dflash.ops.cuda_attention import inject_kv
+    from trtllm_dflash.ops.cuda_fused import inject_kv
 
     rng = random.Random(seed)
     generator = torch.Generator("cuda").manual_seed(seed)
@@ -108,7 +108,7 @@ def test_inject(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(200))
 def test_qk_norm_rope_write(seed: int) -> None:
-    from trtllm_dflash.ops.cuda_attention import qk_norm_rope_write
+    from trtllm_dflash.ops.cuda_fused import qk_norm_rope_write
 
     rng = random.Random(seed)
     generator = torch.Generator("cuda").manual_seed(seed)
@@ -153,7 +153,7 @@ def test_qk_norm_rope_write(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(200))
 def test_add_rms_norm(seed: int) -> None:
-    from trtllm_dflash.ops.cuda_attention import add_rms_norm
+    from trtllm_dflash.ops.cuda_fused import add_rms_norm
 
     rng = random.Random(seed)
     generator = torch.Generator("cuda").manual_seed(seed)
@@ -179,7 +179,7 @@ def test_add_rms_norm(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(200))
 def test_swiglu(seed: int) -> None:
-    from trtllm_dflash.ops.cuda_attention import swiglu
+    from trtllm_dflash.ops.cuda_fused import swiglu
 
     rng = random.Random(seed)
     generator = torch.Generator("cuda").manual_seed(seed)
@@ -191,7 +191,7 @@ def test_swiglu(seed: int) -> None:
 
 
 def test_swiglu_of_very_negative_gates_is_zero() -> None:
-    from trtllm_dflash.ops.cuda_attention import swiglu
+    from trtllm_dflash.ops.cuda_fused import swiglu
 
     gate_up = torch.full((1, 16), -200.0, dtype=torch.bfloat16, device="cuda")
     assert swiglu(gate_up).eq(0).all()

@@ -15,8 +15,9 @@ from torch import Tensor
 from trtllm_dflash.config.drafter import DrafterConfig
 from trtllm_dflash.config.target import TargetConfig
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.ops import cuda_attention as kernels
+from trtllm_dflash.ops import cuda_attention as attention
 from trtllm_dflash.ops import cuda_dense as dense
+from trtllm_dflash.ops import cuda_fused as fused
 from trtllm_dflash.ops import cuda_select as select
 from trtllm_dflash.ops.interface import CacheLayer, HeadLayout, Linear
 from trtllm_dflash.ops.plugin_library import find_library, load_library
@@ -133,10 +134,10 @@ class CudaOps(TorchOps):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dim() != 2 or not x.is_contiguous() or x.dtype not in (weight.dtype, torch.float32):
             return super().rms_norm(x, weight, eps)
-        return kernels.add_rms_norm(None, x, weight, eps)
+        return fused.add_rms_norm(None, x, weight, eps)
 
     def add_rms_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return x, kernels.add_rms_norm(y, x, weight, eps)
+        return x, fused.add_rms_norm(y, x, weight, eps)
 
     def side_by_side(self, count: int) -> KeptColumns:
         return KeptColumns(count)
@@ -145,7 +146,7 @@ class CudaOps(TorchOps):
         self, x: Tensor, y: Tensor, weight: Tensor, eps: float, kept: KeptColumns, place: int
     ) -> tuple[Tensor, Tensor]:
         # The kernel writes the sum a second time: a copy of its own would stand between the norm and the projection.
-        return x, kernels.add_rms_norm(y, x, weight, eps, kept=kept.columns_like(x, place))
+        return x, fused.add_rms_norm(y, x, weight, eps, kept=kept.columns_like(x, place))
 
     def joined(self, kept: KeptColumns) -> Tensor:
         if kept.tensor is None:
@@ -153,7 +154,7 @@ class CudaOps(TorchOps):
         return kept.tensor
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
-        return kernels.swiglu(gate_up)
+        return fused.swiglu(gate_up)
 
     def head_logits(self, x: Tensor) -> Tensor:
         # Acceptance converts as it reads: a float32 copy of [B * S, V] would cost more than the head's output.
@@ -191,7 +192,7 @@ class CudaOps(TorchOps):
         cache: CacheLayer[Tensor],
         slots: Tensor,
     ) -> Tensor:
-        return kernels.qk_norm_rope_write(
+        return fused.qk_norm_rope_write(
             qkv,
             layout.heads,
             rows.positions,
@@ -216,7 +217,7 @@ class CudaOps(TorchOps):
         caches: Sequence[CacheLayer[Tensor]],
         slots: Tensor,
     ) -> None:
-        kernels.inject_kv(
+        fused.inject_kv(
             kv.view(kv.shape[0], len(caches), 2, layout.kv_heads, layout.head_dim),
             rows.positions,
             slots,
@@ -252,7 +253,7 @@ class CudaOps(TorchOps):
     def paged_attention(  # type: ignore[override]
         self, plan: PackedPlan, q: Tensor, cache: CacheLayer[Tensor], *, scale: float, window: int | None
     ) -> Tensor:
-        return kernels.paged_attention(
+        return attention.paged_attention(
             q,
             cache.k,
             cache.v,
@@ -283,7 +284,7 @@ class CudaOps(TorchOps):
         window: int | None,
         causal: bool,
     ) -> Tensor:
-        return kernels.block_attention(
+        return attention.block_attention(
             q,
             k_block,
             v_block,
