@@ -115,6 +115,19 @@ def test_a_torn_last_line_is_measured_again(tiny_engines: Callable[..., Path], d
     assert len(_lines(folder)) == 5
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [("7", "got int, expected an object"), ('{"kind": "run"}', "a run without 'repeat'"), ("{", "not JSON")],
+)
+def test_a_damaged_journal_is_named_by_its_line(tmp_path: Path, line: str, message: str) -> None:
+    with SweepJournal(tmp_path, {}, "a"):
+        pass
+    with (tmp_path / "runs.jsonl").open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(ConfigError, match=rf"line 2: {message}"):
+        SweepJournal(tmp_path, {}, "a")
+
+
 def test_a_finished_sweep_can_be_widened(tiny_engines: Callable[..., Path], dataset: Path, tmp_path: Path) -> None:
     engines, folder = tiny_engines("llama-v2"), tmp_path / "out"
     run_sweep(_plan(engines, repeats=1), _workload(dataset), folder)

@@ -137,14 +137,28 @@ class SweepJournal:
                 "its points cannot be mixed with new ones",
                 hint="use another -o, or the options of the first run",
             )
-        return [_run(self._parse(line, number)) for number, line in enumerate(lines[1:], start=2)]
+        return [self._run(line, number) for number, line in enumerate(lines[1:], start=2)]
 
     def _parse(self, line: bytes, number: int) -> dict[str, Any]:
         try:
             entry = json.loads(line)
         except ValueError as error:
             raise ConfigError(f"{self._path}, line {number}: not JSON: {error}", hint="use another -o") from error
-        return dict(entry)
+        if not isinstance(entry, dict):
+            raise ConfigError(
+                f"{self._path}, line {number}: got {type(entry).__name__}, expected an object", hint="use another -o"
+            )
+        return entry
+
+    def _run(self, line: bytes, number: int) -> RunRecord:
+        entry = self._parse(line, number)
+        try:
+            return _run(entry)
+        except KeyError as error:
+            raise ConfigError(
+                f"{self._path}, line {number}: a run without {error}: the journal is damaged",
+                hint="use another -o, or delete that line: the run is then measured again",
+            ) from error
 
     def _append(self, entry: dict[str, object]) -> None:
         self._file.write(json.dumps(entry).encode() + b"\n")
@@ -154,10 +168,14 @@ class SweepJournal:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Write ``path`` in one step: fill the yielded sibling, which then takes its place."""
+    """Write ``path`` in one step: fill the yielded sibling, which then takes its place; after a failure it is gone."""
     partial = path.with_name(path.name + ".partial")
-    yield partial
-    os.replace(partial, path)
+    try:
+        yield partial
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _run(entry: dict[str, Any]) -> RunRecord:
