@@ -94,12 +94,15 @@ def serve(
       trtllm-dflash serve --openai-port 9000 --triton-url http://10.0.0.5:8000 --triton-url http://10.0.0.6:8000
     """
     from trtllm_dflash.serving.log_format import LOG_FORMAT_VARIABLE, configure_logging
+    from trtllm_dflash.serving.server_url import split_url
 
     if model_repository is None and not triton_urls:
         raise click.UsageError("give -m/--model-repository, or --triton-url with --openai-port")
     if openai_port is None and (triton_urls or served_names or (api_key and model_repository is None)):
         raise click.UsageError("--triton-url and --served-model-name need --openai-port")
     _refuse_without_effect(model_repository is not None, openai_port is not None)
+    for url in triton_urls:
+        split_url(url)
     configure_logging(sys.stderr if log_file is None else log_file.open("a"), log_format)
     os.environ[LOG_FORMAT_VARIABLE] = log_format  # for the engine process, which Triton starts
     if api_key:
