@@ -112,6 +112,26 @@ def test_a_request_that_the_cache_can_never_hold(tiny_engines: Callable) -> None
         assert llm.generate("a" * 20, replace(GREEDY, max_tokens=30))[0].finish_reason == "length"
 
 
+def test_as_many_as_fit_is_what_the_cache_holds_where_that_is_less(tiny_engines: Callable) -> None:
+    """A chat without a max_tokens asks for this: it must not be refused because of a number that nobody gave."""
+    unlimited = replace(GREEDY, max_tokens=None, ignore_eos=True)
+    with LLM(tiny_engines("llama-v2"), device="cpu", kv_cache_tokens=64) as llm:
+        assert llm.max_request_tokens == 64
+        output = llm.generate("a" * 20, unlimited)[0]
+        assert (output.finish_reason, output.warnings) == ("length", ())
+        assert output.metrics.prompt_tokens + len(output.token_ids) == 64
+        fits = 64 - output.metrics.prompt_tokens
+        ask = {"on_chunk": lambda chunk: None, "max_tokens_must_fit": True}
+        with pytest.raises(
+            RequestError, match=rf"max_tokens: got {fits + 1}, expected at most {fits}: .* its KV cache"
+        ):
+            llm.submit("a" * 20, replace(GREEDY, max_tokens=fits + 1), **ask)
+        with pytest.raises(RequestError, match="prompt: got '64 tokens', expected at most the KV cache - 1 = 63"):
+            llm.generate([[5] * 64], unlimited)
+        with pytest.raises(RequestError, match="max_tokens: got 5000, expected"):
+            llm.generate("a" * 20, replace(GREEDY, max_tokens=5000))
+
+
 def test_request_ids_are_unique_while_in_use(tiny_llms: Callable) -> None:
     llm = tiny_llms("llama-v2")
     llm.submit("abc", replace(GREEDY, max_tokens=200), lambda chunk: None, request_id="mine")
