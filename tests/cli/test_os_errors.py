@@ -90,8 +90,9 @@ def test_a_file_that_cannot_be_written_whole_leaves_no_part(tmp_path: Path) -> N
             partial.write_text("ne")
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match="No space") as caught:
         fill_the_disk()
+    assert caught.value.filename == str(path)
     assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("results.json", "old")]
 
 

@@ -147,7 +147,7 @@ def test_bench_on_the_grpc_port_says_so(tmp_path: Path, capsys: pytest.CaptureFi
     err = capsys.readouterr().err
     assert ended.value.code == 2
     assert "does not speak HTTP" in err
-    assert "hint: gRPC and metrics have ports of their own" in err
+    assert "hint: HTTP is on serve's --http-port (8000), not on the ports of gRPC" in err
 
 
 REASON = "engines/config.json: SHA-256 is 1, expected 2 (hint: it was rebuilt: run `trtllm-dflash deploy` again)"

@@ -18,6 +18,7 @@ from trtllm_dflash.errors import ConfigError, EngineError, RequestError
 from trtllm_dflash.serving.client import TritonClient, TritonHttpError, token_ids
 from trtllm_dflash.serving.request_inputs import AS_MANY_AS_FIT
 from trtllm_dflash.serving.server_url import split_url
+from trtllm_dflash.serving.triton_errors import PORTS
 
 Api = Literal["triton", "openai"]
 
@@ -59,7 +60,7 @@ def find_served_model(url: str, *, api: Api | None = None, model: str | None = N
     except http.client.HTTPException as error:
         raise ConfigError(
             f"{root}: what answers there does not speak HTTP ({type(error).__name__})",
-            hint="gRPC and metrics have ports of their own: give that of HTTP, e.g. serve's --http-port (8000)",
+            hint=PORTS,
         ) from error
     wanted = {
         "triton": "Triton's /v2/health/live",
@@ -261,7 +262,10 @@ def _server_sent_events(url: str, path: str, body: Mapping[str, object]) -> Iter
 
 def _only_triton_model(root: str) -> str:
     status, index = _request(root, "POST", "/v2/repository/index")
-    ready = sorted({str(entry["name"]) for entry in index if entry.get("state") == "READY"}) if status == 200 else []
+    if status != 200 or not isinstance(index, list):
+        # Triton's metrics port says that it is alive too.
+        raise ConfigError(f"{root}: something answers there, but does not list models (HTTP {status})", hint=PORTS)
+    ready = sorted({str(entry["name"]) for entry in index if entry.get("state") == "READY"})
     if not ready:
         raise ConfigError(
             f"{root}: Triton has no model that is ready",

@@ -71,7 +71,12 @@ class SweepJournal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError:
+            # What a full disk did not take is tried again here; the first failure says where.
+            if kind is None:
+                raise
 
     def add(self, run: RunRecord) -> None:
         """Append a finished run; on return it is on disk."""
@@ -161,9 +166,13 @@ class SweepJournal:
             ) from error
 
     def _append(self, entry: dict[str, object]) -> None:
-        self._file.write(json.dumps(entry).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        try:
+            self._file.write(json.dumps(entry).encode() + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            error.filename = str(self._path)
+            raise
 
 
 @contextmanager
@@ -173,8 +182,11 @@ def written_whole(path: Path) -> Iterator[Path]:
     try:
         yield partial
         os.replace(partial, path)
-    except BaseException:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)  # a failed write does not know its file, and nobody knows the partial one
+            error.filename2 = None
         raise
 
 
