@@ -27,6 +27,12 @@ def test_characters_that_end_lines_elsewhere_do_not_end_them_in_json(tmp_path: P
     assert [row["prompt"] for _, row in read_json_lines(file)] == [f"one{character}two"]
 
 
+def test_a_whole_surrogate_pair_is_a_character(tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text(r'{"prompt": "\ud83e\udd8a"}')
+    assert read_json_lines(file)[0][1] == {"prompt": "🦊"}
+
+
 def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "x"}', encoding="utf-8-sig")
@@ -42,6 +48,7 @@ def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
         (b"[1]", "line 1: got list, expected a JSON object"),
         (b'{"prompt": "\xe4"}', "is not UTF-8"),
         (b"[" * 100_000, "line 1: not JSON"),
+        (b'{"prompt": "a \\ud800 b"}', "line 1: has half of a surrogate pair"),
     ],
 )
 def test_anything_else_is_refused(tmp_path: Path, content: bytes, message: str) -> None:

@@ -215,6 +215,7 @@ def test_one_token_has_no_acceptance_length(tiny_llms: Callable) -> None:
         ({"device": "tpu"}, EngineError, "device 'tpu': expected cpu or cuda:N"),
         ({"device": "meta"}, EngineError, "device 'meta': expected cpu or cuda:N"),
         ({"kv_cache_tokens": 31}, EngineError, "kv_cache_tokens is 31, expected at least one page of 32 tokens"),
+        ({"kv_cache_tokens": 10**15}, EngineError, r"kv_cache_tokens is 1000000000000000, which take \d+ MiB; \d+ MiB"),
     ],
     ids=str,
 )

@@ -193,11 +193,10 @@ def _start_triton(
     log_file: Path | None,
     facts: dict[str, object],
 ) -> ServerHandle:
-    from trtllm_dflash.serving.engine_facts import read_engine_facts
-    from trtllm_dflash.serving.repository import repository_engines
+    from trtllm_dflash.serving.repository import repository_runs
     from trtllm_dflash.serving.tritonserver import triton_server
 
-    line = read_engine_facts(repository_engines(repository)).startup_line()
+    line = repository_runs(repository).startup_line()
     click.echo(line, err=True)
     # Lines on a terminal too: without --log-file Triton writes to the same stderr, and would break up a spinner.
     with progress_lines("tritonserver is starting and the engine is loading"):

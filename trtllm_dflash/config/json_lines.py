@@ -33,9 +33,22 @@ def read_json_lines(file: Path) -> list[tuple[str, dict[str, Any]]]:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{place}: not JSON: {error}") from error
+        if _has_half_characters(line, row):
+            raise ConfigError(f"{place}: has half of a surrogate pair (\\ud800 to \\udfff), which is no character")
         if not isinstance(row, dict):
             raise ConfigError(f"{place}: got {type(row).__name__}, expected a JSON object")
         lines.append((place, row))
     if not lines:
         raise ConfigError(f"{file}: has no prompts", hint='one JSON object a line, e.g. {"prompt": "…"}')
     return lines
+
+
+def _has_half_characters(line: str, row: object) -> bool:
+    """JSON can write halves of characters, which no tokenizer and no connection takes."""
+    if "\\u" not in line:
+        return False
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
