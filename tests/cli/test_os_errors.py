@@ -81,6 +81,22 @@ def test_a_cycle_table_in_no_folder_leaves_nothing(
     assert list(tmp_path.iterdir()) == [dataset]
 
 
+def test_a_selfcheck_is_shown_even_where_it_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trtllm_dflash.bench import selfcheck
+
+    counts = {"passed": 1, "failed": 0, "skipped": 0}
+    document = {"verdict": "passed", "checks": [], "seconds": 600.0, "device": "cpu", **counts}
+    monkeypatch.setattr(selfcheck, "run_selfcheck", lambda *arguments, **more: document)
+    with pytest.raises(SystemExit) as ended:
+        main(["selfcheck", "--json", "-o", str(tmp_path / "nowhere" / "s.json")])
+    printed = capsys.readouterr()
+    assert ended.value.code == 2
+    assert json.loads(printed.out) == document
+    assert "s.json: No such file or directory" in printed.err
+
+
 def test_a_file_that_cannot_be_written_whole_leaves_no_part(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     path.write_text("old")

@@ -100,6 +100,16 @@ def test_an_empty_prompt_has_no_token(tiny_llms: Callable) -> None:
         tiny_llms("llama-v2").submit([], GREEDY, lambda chunk: None)
 
 
+@pytest.mark.parametrize("prompt", ["a \udcff", [{"role": "user", "content": "a \ud800 b"}]], ids=["text", "chat"])
+def test_halves_of_characters_are_refused(tiny_llms: Callable, prompt: Any) -> None:
+    """What a terminal makes of bytes that are no UTF-8."""
+    with pytest.raises(RequestError, match="without halves of surrogate pairs") as caught:
+        tiny_llms("llama-v2").generate([prompt], GREEDY)
+    assert caught.value.field == "prompt"
+    with pytest.raises(RequestError, match="bad_words: got"):
+        tiny_llms("llama-v2").generate("a", replace(GREEDY, bad_words=("\udcff",)))
+
+
 def test_one_parameter_set_per_prompt(tiny_llms: Callable) -> None:
     with pytest.raises(RequestError, match="params: got '2 sampling parameters', expected one, or one per prompt"):
         tiny_llms("llama-v2").generate(["abc"] * 3, [GREEDY] * 2)

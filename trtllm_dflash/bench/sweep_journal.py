@@ -9,7 +9,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -183,7 +183,8 @@ def written_whole(path: Path) -> Iterator[Path]:
         yield partial
         os.replace(partial, path)
     except BaseException as error:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # a read-only place refuses to remove what is not there
+            partial.unlink()
         if isinstance(error, OSError):
             error.filename = str(path)  # a failed write does not know its file, and nobody knows the partial one
             error.filename2 = None
