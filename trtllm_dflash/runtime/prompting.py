@@ -92,7 +92,7 @@ class PromptEncoder:
             encoded = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         except Exception as error:
             raise RequestError("prompt", "chat messages", f"messages that the chat template takes ({error})") from error
-        return list(self._tokenizer.encode(_whole_characters("prompt", encoded), add_special_tokens=False))
+        return list(self._tokenizer.encode(_whole_characters("prompt", str(encoded)), add_special_tokens=False))
 
     def _check_ids(self, ids: Sequence[object]) -> list[int]:
         for token in ids:

@@ -16,7 +16,7 @@ from pathlib import Path
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.serving.client import TritonClient, TritonHttpError
 from trtllm_dflash.serving.run_directory import RunDirectory
-from trtllm_dflash.serving.server_url import address, reachable
+from trtllm_dflash.serving.server_url import address, bracketed, reachable
 from trtllm_dflash.serving.triton_errors import load_failure
 from trtllm_dflash.serving.triton_install import TritonInstall, library_path, stub_environment
 
@@ -70,6 +70,8 @@ class TritonProcess:
             (backends / "python" / path.name).symlink_to(path)
         if install.stub is not None:
             (backends / "python" / install.stub.name).symlink_to(install.stub)
+        # evhtp, which serves HTTP and metrics, takes "::1" for 255.255.255.255, and would never be ready.
+        http_host = f"ipv6:{endpoints.host}" if ":" in endpoints.host else endpoints.host
         command = [
             str(install.binary),
             f"--model-repository={repository.resolve()}",
@@ -77,9 +79,9 @@ class TritonProcess:
             "--disable-auto-complete-config",
             "--model-control-mode=explicit",
             f"--load-model={self.model}",
-            f"--http-address={endpoints.host}",
-            f"--grpc-address={endpoints.host}",
-            f"--metrics-address={endpoints.host}",
+            f"--http-address={http_host}",
+            f"--grpc-address={bracketed(endpoints.host)}",
+            f"--metrics-address={http_host}",
             f"--http-port={endpoints.http_port}",
             f"--grpc-port={endpoints.grpc_port}",
             f"--metrics-port={endpoints.metrics_port}",
