@@ -111,7 +111,7 @@ class TritonClient:
 
     def _post(self, action: str, payload: dict[str, object]) -> tuple[int, dict[str, object]]:
         status, body = self._post_to(self._path(action), payload)
-        return status, body if isinstance(body, dict) else {"error": str(body)}
+        return status, body if isinstance(body, dict) else {"error": "an empty answer" if body is None else str(body)}
 
     def _post_to(self, path: str, payload: dict[str, object]) -> tuple[int, object]:
         with self._connected() as connection:
