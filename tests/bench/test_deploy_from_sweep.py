@@ -87,6 +87,35 @@ def test_what_is_given_beside_a_sweep_wins(tiny_engines: Callable[..., Path], tm
     assert (_value(command, "--speculation"), _value(command, "--block-size")) == ("off", None)
 
 
+def test_a_block_size_beside_a_sweep_that_chose_plain_decoding_wins_too(
+    tiny_engines: Callable[..., Path], tmp_path: Path
+) -> None:
+    plain = _choice(tiny_engines("llama-v2"), tmp_path, block_size=1, config="plain", speculation=False)
+    command = _engine_command(plain, tmp_path / "a", "--block-size", "2")
+    assert (_value(command, "--speculation"), _value(command, "--block-size")) == (None, "2")
+    command = _engine_command(plain, tmp_path / "b", "--block-size", "1")
+    assert (_value(command, "--speculation"), _value(command, "--block-size")) == ("off", "1")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("block_size", "8"),
+        ("block_size", 0),
+        ("max_concurrency", None),
+        ("kv_cache_tokens", "all"),
+        ("config", 5),
+        ("speculation", "yes"),
+    ],
+)
+def test_edited_settings_are_refused_by_file_and_key(
+    tiny_engines: Callable[..., Path], tmp_path: Path, key: str, value: object
+) -> None:
+    folder = _choice(tiny_engines("llama-v2"), tmp_path, **{key: value})
+    with pytest.raises(ConfigError, match=rf"deployment\.json: key '{key}'"):
+        choice_of_sweep(folder)
+
+
 def test_the_choice_of_a_sweep_reaches_tensorrt_llm(tiny_engines: Callable[..., Path], tmp_path: Path) -> None:
     yaml = pytest.importorskip("yaml")
     folder = _choice(tiny_engines("llama-v2"), tmp_path, block_size=2, max_concurrency=3, kv_cache_tokens=640)

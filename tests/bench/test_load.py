@@ -30,6 +30,12 @@ def test_load_is_kept_up_until_the_last_measured_request_has_ended() -> None:
     assert measure(result).in_flight > 3.5
 
 
+@pytest.mark.parametrize("users", [0, 10_001, 10**30])
+def test_users_beyond_what_threads_there_can_be_are_refused(users: int) -> None:
+    with pytest.raises(ConfigError, match="expected 1 to 10000"):
+        Load(users, None, 4)
+
+
 def test_without_a_cool_down_users_leave() -> None:
     result = run_load(TimedEndpoint(), PROMPTS, GREEDY, Load(4, None, 6, cool_down=False))
     assert {record.phase for record in result.records} == {"warm-up", "measured"}

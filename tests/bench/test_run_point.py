@@ -158,6 +158,19 @@ def test_prompts_that_do_not_fit_are_left_out(tiny_engines: Callable[..., Path],
     assert opened.facts["prompts_left_out"] == 1
 
 
+@pytest.mark.parametrize("length", [0.0, 0.99, -1.0, float("nan"), float("inf")])
+def test_a_cycle_cannot_be_forced_to_less_than_its_own_token(length: float) -> None:
+    """With 0 a request would never end."""
+    with pytest.raises(ConfigError, match="expected a number of at least 1"):
+        make_workload(None, GREEDY, synthetic_prompt_tokens=16, vocab_size=100, forced_acceptance=length)
+
+
+def test_a_forced_length_that_no_block_has_is_refused(tiny_engines: Callable[..., Path]) -> None:
+    forced = make_workload(None, GREEDY, synthetic_prompt_tokens=16, vocab_size=200, forced_acceptance=6.5)
+    with pytest.raises(ConfigError, match=r"forced acceptance length is 6\.5, expected at most 6"):
+        open_configuration(Configuration("forced", engines=tiny_engines("llama-v2")), forced, device="cpu")
+
+
 def test_random_prompts_only_with_forced_acceptance() -> None:
     with pytest.raises(ConfigError, match="without a forced acceptance length"):
         make_workload(None, GREEDY, synthetic_prompt_tokens=16, vocab_size=100)

@@ -61,7 +61,7 @@ def test_concurrencies(text: str, numbers: tuple[int, ...]) -> None:
     assert parse_concurrencies(text) == numbers
 
 
-@pytest.mark.parametrize("text", ["", "0", "a", "1..", "-1", "1;2"])
+@pytest.mark.parametrize("text", ["", "0", "a", "1..", "-1", "1;2", "²", "1..²"])
 def test_bad_concurrencies_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="expected for example"):
         parse_concurrencies(text)
@@ -114,7 +114,9 @@ def test_yaml_is_read_relative_to_its_folder(tmp_path: Path) -> None:
     [
         ("{engines: e}", "has no label"),
         ("{label: a, engines: e, speculation: maybe}", "expected on, off or auto"),
+        ("{label: a, engines: e, speculation: [on]}", "expected on, off or auto"),
         ("{label: a, engines: e, batch: 3}", "has a key 'batch'"),
+        ("{label: a, url: 8000}", "configurations[0].url is 8000, expected a text"),
         ("{label: a, engines: e, block_size: 0}", "expected a whole number"),
         ("{label: a}", "expected an engine directory or a url"),
         ("nothing", "expected a mapping"),
@@ -126,6 +128,13 @@ def test_bad_yaml_is_named(tmp_path: Path, entry: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         configurations_from_yaml(file)
     assert message in caught.value.message
+
+
+def test_yaml_that_is_not_text_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "sweep.yaml"
+    file.write_bytes(b"configurations: \xff\xfe\n")
+    with pytest.raises(ConfigError, match="cannot be read as YAML"):
+        configurations_from_yaml(file)
 
 
 def test_a_fingerprint_is_of_settings_and_engine_not_of_the_place(

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ import pytest
 from trtllm_dflash import SamplingParams
 from trtllm_dflash.bench.configuration import Configuration
 from trtllm_dflash.bench.machine import machine_facts
-from trtllm_dflash.bench.sweep_journal import SweepJournal
+from trtllm_dflash.bench.sweep_journal import RunRecord, SweepJournal
 from trtllm_dflash.bench.sweep_output import FILES, write_output
-from trtllm_dflash.bench.sweep_plan import SweepPlan
+from trtllm_dflash.bench.sweep_plan import PointKey, SweepPlan
 from trtllm_dflash.bench.sweep_results import make_results, read_results
 from trtllm_dflash.bench.sweep_run import run_sweep
 from trtllm_dflash.bench.workload import Workload, make_workload
@@ -115,6 +116,19 @@ def test_a_torn_last_line_is_measured_again(tiny_engines: Callable[..., Path], d
     assert len(_lines(folder)) == 5
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [("7", "got int, expected an object"), ('{"kind": "run"}', "a run without 'repeat'"), ("{", "not JSON")],
+)
+def test_a_damaged_journal_is_named_by_its_line(tmp_path: Path, line: str, message: str) -> None:
+    with SweepJournal(tmp_path, {}, "a"):
+        pass
+    with (tmp_path / "runs.jsonl").open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(ConfigError, match=rf"line 2: {message}"):
+        SweepJournal(tmp_path, {}, "a")
+
+
 def test_a_finished_sweep_can_be_widened(tiny_engines: Callable[..., Path], dataset: Path, tmp_path: Path) -> None:
     engines, folder = tiny_engines("llama-v2"), tmp_path / "out"
     run_sweep(_plan(engines, repeats=1), _workload(dataset), folder)
@@ -135,6 +149,29 @@ def test_other_prompts_or_another_engine_are_not_mixed_in(
         run_sweep(_plan(tiny_engines("llama-v2"), repeats=1), _workload(dataset, max_tokens=13), folder)
     with pytest.raises(ConfigError, match="'plain' with another engine"):
         run_sweep(_plan(tiny_engines("qwen3-v2"), repeats=1), _workload(dataset), folder)
+
+
+def test_a_disk_that_fills_up_loses_the_run_in_progress_alone(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    run = RunRecord(PointKey(0, 1, "a"), "f", {}, {"text": "x" * 3000}, {}, "now")
+    with SweepJournal(tmp_path, {}, "a") as journal:
+        journal.add(run)
+    file = tmp_path / "runs.jsonl"
+    before = file.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then the write fails instead
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 1000, limits[1]))
+        with pytest.raises(OSError, match="too large") as caught, SweepJournal(tmp_path, {}, "a") as journal:
+            journal.add(replace(run, key=PointKey(1, 1, "a")))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert caught.value.filename == str(file)
+    assert file.read_bytes().startswith(before)
+    with SweepJournal(tmp_path, {}, "a") as journal:
+        assert [one.key.repeat for one in journal.runs] == [0]
+    assert file.read_bytes() == before
 
 
 def test_one_sweep_at_a_time(tmp_path: Path) -> None:

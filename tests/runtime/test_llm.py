@@ -100,6 +100,16 @@ def test_an_empty_prompt_has_no_token(tiny_llms: Callable) -> None:
         tiny_llms("llama-v2").submit([], GREEDY, lambda chunk: None)
 
 
+@pytest.mark.parametrize("prompt", ["a \udcff", [{"role": "user", "content": "a \ud800 b"}]], ids=["text", "chat"])
+def test_halves_of_characters_are_refused(tiny_llms: Callable, prompt: Any) -> None:
+    """What a terminal makes of bytes that are no UTF-8."""
+    with pytest.raises(RequestError, match="without halves of surrogate pairs") as caught:
+        tiny_llms("llama-v2").generate([prompt], GREEDY)
+    assert caught.value.field == "prompt"
+    with pytest.raises(RequestError, match="bad_words: got"):
+        tiny_llms("llama-v2").generate("a", replace(GREEDY, bad_words=("\udcff",)))
+
+
 def test_one_parameter_set_per_prompt(tiny_llms: Callable) -> None:
     with pytest.raises(RequestError, match="params: got '2 sampling parameters', expected one, or one per prompt"):
         tiny_llms("llama-v2").generate(["abc"] * 3, [GREEDY] * 2)
@@ -110,6 +120,26 @@ def test_a_request_that_the_cache_can_never_hold(tiny_engines: Callable) -> None
         with pytest.raises(RequestError, match=r"max_tokens: got 60, expected .* within the KV cache of 64 tokens"):
             llm.generate("a" * 20, replace(GREEDY, max_tokens=60))
         assert llm.generate("a" * 20, replace(GREEDY, max_tokens=30))[0].finish_reason == "length"
+
+
+def test_as_many_as_fit_is_what_the_cache_holds_where_that_is_less(tiny_engines: Callable) -> None:
+    """A chat without a max_tokens asks for this: it must not be refused because of a number that nobody gave."""
+    unlimited = replace(GREEDY, max_tokens=None, ignore_eos=True)
+    with LLM(tiny_engines("llama-v2"), device="cpu", kv_cache_tokens=64) as llm:
+        assert llm.max_request_tokens == 64
+        output = llm.generate("a" * 20, unlimited)[0]
+        assert (output.finish_reason, output.warnings) == ("length", ())
+        assert output.metrics.prompt_tokens + len(output.token_ids) == 64
+        fits = 64 - output.metrics.prompt_tokens
+        ask = {"on_chunk": lambda chunk: None, "max_tokens_must_fit": True}
+        with pytest.raises(
+            RequestError, match=rf"max_tokens: got {fits + 1}, expected at most {fits}: .* its KV cache"
+        ):
+            llm.submit("a" * 20, replace(GREEDY, max_tokens=fits + 1), **ask)
+        with pytest.raises(RequestError, match="prompt: got '64 tokens', expected at most the KV cache - 1 = 63"):
+            llm.generate([[5] * 64], unlimited)
+        with pytest.raises(RequestError, match="max_tokens: got 5000, expected"):
+            llm.generate("a" * 20, replace(GREEDY, max_tokens=5000))
 
 
 def test_request_ids_are_unique_while_in_use(tiny_llms: Callable) -> None:
@@ -195,6 +225,7 @@ def test_one_token_has_no_acceptance_length(tiny_llms: Callable) -> None:
         ({"device": "tpu"}, EngineError, "device 'tpu': expected cpu or cuda:N"),
         ({"device": "meta"}, EngineError, "device 'meta': expected cpu or cuda:N"),
         ({"kv_cache_tokens": 31}, EngineError, "kv_cache_tokens is 31, expected at least one page of 32 tokens"),
+        ({"kv_cache_tokens": 10**15}, EngineError, r"kv_cache_tokens is 1000000000000000, which take \d+ MiB; \d+ MiB"),
     ],
     ids=str,
 )

@@ -241,6 +241,31 @@ def test_refusals_have_the_right_status(
         assert headers["retry-after"] == "7"
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_a_length_that_does_not_fit_is_named_as_it_was_given(api: Api, triton: FakeTriton, name: str) -> None:
+    length = "this model's maximum context length (max_seq_len) is 99 tokens of prompt and output"
+    triton.refusal = (
+        400,
+        f"INVALID_ARGUMENT: max_tokens: got 500, expected at most 90: {length}, and the prompt has 9",
+    )
+    for stream in (False, True):
+        status, body, _ = api.chat(stream=stream, **{name: 500})
+        error = body["error"]
+        assert (status, error["param"], error["code"]) == (400, name, "context_length_exceeded")
+        assert error["message"].startswith(f"{name}: got 500, expected at most 90")
+    triton.refusal = (400, "INVALID_ARGUMENT: text_input: got '9 tokens', expected at most 8")
+    assert api.chat(**{name: 5})[1]["error"]["param"] == "prompt"
+
+
+def test_the_largest_number_is_a_number(api: Api, triton: FakeTriton) -> None:
+    """To Triton's model it means "as many as fit", which no client asked for."""
+    assert api.chat(max_tokens=2**31 - 1)[0] == 200
+    assert triton.inputs[-1]["max_tokens"] == 2**31 - 2
+    assert triton.inputs[-1]["max_tokens_must_fit"] is True
+    assert api.chat()[0] == 200
+    assert triton.inputs[-1]["max_tokens"] == 2**31 - 1
+
+
 def test_error_texts_show_no_paths(api: Api, triton: FakeTriton) -> None:
     triton.refusal = (400, "INTERNAL: cannot read /srv/engines/llama/target/rank0.engine")
     assert api.chat()[1]["error"]["message"] == "cannot read <path>"

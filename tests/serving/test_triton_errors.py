@@ -72,6 +72,12 @@ def _server(status: int, body: bytes) -> Iterator[str]:
         server.server_close()
 
 
+def test_an_empty_answer_of_something_else_is_not_called_tritons() -> None:
+    with _server(404, b"") as url, pytest.raises(TritonHttpError) as caught:
+        TritonClient(url).generate("x")
+    assert caught.value.message == f"{url}: something answers there, but not as Triton does (HTTP 404: an empty answer)"
+
+
 @pytest.mark.parametrize(("status", "text", "message", "hint", "exit_code"), ANSWERS, ids=[one[2] for one in ANSWERS])
 def test_an_answer_says_what_it_means(status: int, text: str, message: str, hint: str, exit_code: int) -> None:
     with _server(status, json.dumps({"error": text}).encode()) as url:
@@ -147,7 +153,7 @@ def test_bench_on_the_grpc_port_says_so(tmp_path: Path, capsys: pytest.CaptureFi
     err = capsys.readouterr().err
     assert ended.value.code == 2
     assert "does not speak HTTP" in err
-    assert "hint: gRPC and metrics have ports of their own" in err
+    assert "hint: HTTP is on serve's --http-port (8000), not on the ports of gRPC" in err
 
 
 REASON = "engines/config.json: SHA-256 is 1, expected 2 (hint: it was rebuilt: run `trtllm-dflash deploy` again)"

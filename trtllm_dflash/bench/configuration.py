@@ -165,6 +165,12 @@ def _open_engine(
             prompts, workload.params.max_tokens, min(concurrency, directory.limits.max_batch_size)
         )
     forced = workload.forced_acceptance if configuration.speculation != "off" else None
+    if forced is not None and directory.drafter_config is not None and forced > directory.limits.block_size:
+        # A smaller block of the same engine is cut to what it has; a number that no block has would only be claimed.
+        raise ConfigError(
+            f"forced acceptance length is {forced:g}, expected at most {directory.limits.block_size}, the block size "
+            f"that {configuration.engines} was built for"
+        )
     llm = LLM(
         configuration.engines,
         speculation=configuration.speculation,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from trtllm_dflash.config.json_lines import read_json_lines
 from trtllm_dflash.errors import ConfigError
 
 Messages = list[dict[str, str]]
@@ -56,12 +57,7 @@ def load_prompts(path: str | Path, count: int | None = None) -> list[Messages]:
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"{file}: no such data set", hint="give a JSON lines file")
-    rows = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-        if line.strip():
-            rows.append(_messages(line, f"{file}, line {number}"))
-    if not rows:
-        raise ConfigError(f"{file}: has no prompts", hint='one JSON object a line, e.g. {"prompt": "…"}')
+    rows = [_messages(row, place) for place, row in read_json_lines(file)]
     random.Random(_SHUFFLE_SEED).shuffle(rows)
     return rows[:count]
 
@@ -71,13 +67,7 @@ def prompts_fingerprint(prompts: Sequence[object]) -> str:
     return hashlib.sha256(json.dumps(list(prompts), ensure_ascii=False).encode()).hexdigest()
 
 
-def _messages(line: str, place: str) -> Messages:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{place}: not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise ConfigError(f"{place}: got {type(row).__name__}, expected a JSON object")
+def _messages(row: dict[str, Any], place: str) -> Messages:
     if "messages" in row:
         return _chat(row["messages"], place)
     for key, text in _TEXTS.items():

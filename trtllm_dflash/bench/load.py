@@ -23,6 +23,8 @@ from trtllm_dflash.errors import ConfigError
 Progress = Callable[[str, int, int], None]
 
 MAX_OPEN_REQUESTS = 1024
+# Every user is a thread; an operating system allows some ten thousand of them.
+MAX_USERS = 10_000
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,8 @@ class Load:
     def __post_init__(self) -> None:
         if self.concurrency is None and self.request_rate is None:
             raise ConfigError("no load: expected a concurrency or a request rate")
-        if self.concurrency is not None and self.concurrency < 1:
-            raise ConfigError(f"concurrency is {self.concurrency}, expected at least 1")
+        if self.concurrency is not None and not 1 <= self.concurrency <= MAX_USERS:
+            raise ConfigError(f"concurrency is {self.concurrency}, expected 1 to {MAX_USERS}")
         if self.request_rate is not None and not self.request_rate > 0:
             raise ConfigError(f"request rate is {self.request_rate}, expected more than 0 per second")
         if self.requests < 1:

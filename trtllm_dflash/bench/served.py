@@ -10,13 +10,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from trtllm_dflash.bench.endpoints import Endpoint
 from trtllm_dflash.bench.records import RequestRecord, digest_of
 from trtllm_dflash.config.sampling import SamplingParams
-from trtllm_dflash.errors import ConfigError, EngineError
+from trtllm_dflash.errors import ConfigError, EngineError, RequestError
 from trtllm_dflash.serving.client import TritonClient, TritonHttpError, token_ids
+from trtllm_dflash.serving.request_inputs import AS_MANY_AS_FIT
+from trtllm_dflash.serving.server_url import split_url
+from trtllm_dflash.serving.triton_errors import PORTS
 
 Api = Literal["triton", "openai"]
 
@@ -43,10 +45,7 @@ def find_served_model(url: str, *, api: Api | None = None, model: str | None = N
     Raises:
         ConfigError: nothing answers there, or not as either kind; or Triton has several models and none was named.
     """
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"url is {url!r}, expected http://host:port")
-    root = f"{parts.scheme}://{parts.netloc}"
+    root = split_url(url).root
     try:
         if api != "openai" and _request(root, "GET", "/v2/health/live")[0] == 200:
             return ServedModel("triton", root, model or _only_triton_model(root))
@@ -61,7 +60,7 @@ def find_served_model(url: str, *, api: Api | None = None, model: str | None = N
     except http.client.HTTPException as error:
         raise ConfigError(
             f"{root}: what answers there does not speak HTTP ({type(error).__name__})",
-            hint="gRPC and metrics have ports of their own: give that of HTTP, e.g. serve's --http-port (8000)",
+            hint=PORTS,
         ) from error
     wanted = {
         "triton": "Triton's /v2/health/live",
@@ -173,7 +172,13 @@ def _completion_payload(model: str, prompt: Any, params: SamplingParams) -> dict
 
 
 def _triton_inputs(params: SamplingParams) -> dict[str, object]:
-    inputs: dict[str, object] = {"max_tokens": params.max_tokens or 0, "temperature": params.temperature}
+    for name, value in (("max_tokens", params.max_tokens), ("top_k", params.top_k)):
+        if value is not None and value > AS_MANY_AS_FIT:
+            # Triton cuts integers to 32 bits without a word: 4294967297 would be 1.
+            raise RequestError(name, value, f"at most {AS_MANY_AS_FIT}, the largest number that Triton takes")
+    # None asks for what fits, and so does Triton's largest number.
+    most = AS_MANY_AS_FIT if params.max_tokens is None else params.max_tokens
+    inputs: dict[str, object] = {"max_tokens": most, "temperature": params.temperature}
     optional: dict[str, tuple[object, object]] = {
         "top_p": (params.top_p, 1.0),
         "top_k": (params.top_k, 0),
@@ -242,7 +247,10 @@ def _server_sent_events(url: str, path: str, body: Mapping[str, object]) -> Iter
             data = data[len(b"data:") :].strip()
             if data == b"[DONE]":
                 return
-            event = json.loads(data)
+            try:
+                event = json.loads(data)
+            except ValueError:  # the server was killed inside a line
+                break
             if "error" in event:
                 raise EngineError(str(event["error"])[:500])
             yield event
@@ -254,7 +262,10 @@ def _server_sent_events(url: str, path: str, body: Mapping[str, object]) -> Iter
 
 def _only_triton_model(root: str) -> str:
     status, index = _request(root, "POST", "/v2/repository/index")
-    ready = sorted({str(entry["name"]) for entry in index if entry.get("state") == "READY"}) if status == 200 else []
+    if status != 200 or not isinstance(index, list):
+        # Triton's metrics port says that it is alive too.
+        raise ConfigError(f"{root}: something answers there, but does not list models (HTTP {status})", hint=PORTS)
+    ready = sorted({str(entry["name"]) for entry in index if entry.get("state") == "READY"})
     if not ready:
         raise ConfigError(
             f"{root}: Triton has no model that is ready",
@@ -283,6 +294,6 @@ def _request(root: str, method: str, path: str) -> tuple[int, Any]:
 
 
 def _connect(root: str, timeout_s: float) -> http.client.HTTPConnection:
-    parts = urlsplit(root)
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    return kind(parts.hostname or "127.0.0.1", parts.port, timeout=timeout_s)
+    server = split_url(root)
+    kind = http.client.HTTPSConnection if server.scheme == "https" else http.client.HTTPConnection
+    return kind(server.host, server.port, timeout=timeout_s)

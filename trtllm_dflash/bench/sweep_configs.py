@@ -28,7 +28,7 @@ def configurations_from_yaml(path: Path) -> list[Configuration]:
 
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
     listed = document.get("configurations") if isinstance(document, dict) else None
     if not isinstance(listed, list) or not listed:
@@ -88,7 +88,7 @@ def _from_word(word: str, engines: Sequence[tuple[Path, EngineDirectory]]) -> Co
         return Configuration("auto", engines=_with_drafter(engines, None, word), speculation="auto")
     name, _, size = word.rpartition(":") if "S=" in word else (word, "", "")
     version = {"": None, "dflash": 1, "dflash1": 1, "dflash2": 2}.get(name, 0)
-    if version == 0 or (size and not (size.startswith("S=") and size[2:].isdigit())):
+    if version == 0 or (size and not (size.startswith("S=") and size[2:].isdecimal())):
         raise ConfigError(f"configuration {word!r}: expected some of {SHORTHANDS}")
     block_size = int(size[2:]) if size else None
     path = _with_drafter(engines, version, word)
@@ -119,13 +119,16 @@ def _from_mapping(entry: object, path: Path, place: str) -> Configuration:
         raise ConfigError(f"{path}: {place} has no label, expected a text")
     speculation = values.get("speculation", "auto")
     # YAML 1.1 reads a bare on or off as a truth value.
-    values["speculation"] = {True: "on", False: "off"}.get(speculation, speculation)
+    values["speculation"] = {True: "on", False: "off"}[speculation] if isinstance(speculation, bool) else speculation
     if values["speculation"] not in ("auto", "on", "off"):
         raise ConfigError(f"{path}: {place}.speculation is {speculation!r}, expected on, off or auto")
     if not isinstance(values.get("prefix_cache", False), bool):
         raise ConfigError(f"{path}: {place}.prefix_cache is {values['prefix_cache']!r}, expected true or false")
     if values.get("api") not in (None, "triton", "openai"):
         raise ConfigError(f"{path}: {place}.api is {values['api']!r}, expected triton or openai")
+    for key in ("url", "model", "aiperf_command"):
+        if not isinstance(values.get(key, ""), str):
+            raise ConfigError(f"{path}: {place}.{key} is {values[key]!r}, expected a text")
     for key in ("engines", "tokenizer"):
         if values.get(key) is not None:
             values[key] = path.parent / str(values[key])

@@ -9,7 +9,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -71,7 +71,12 @@ class SweepJournal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError:
+            # What a full disk did not take is tried again here; the first failure says where.
+            if kind is None:
+                raise
 
     def add(self, run: RunRecord) -> None:
         """Append a finished run; on return it is on disk."""
@@ -137,27 +142,53 @@ class SweepJournal:
                 "its points cannot be mixed with new ones",
                 hint="use another -o, or the options of the first run",
             )
-        return [_run(self._parse(line, number)) for number, line in enumerate(lines[1:], start=2)]
+        return [self._run(line, number) for number, line in enumerate(lines[1:], start=2)]
 
     def _parse(self, line: bytes, number: int) -> dict[str, Any]:
         try:
             entry = json.loads(line)
         except ValueError as error:
             raise ConfigError(f"{self._path}, line {number}: not JSON: {error}", hint="use another -o") from error
-        return dict(entry)
+        if not isinstance(entry, dict):
+            raise ConfigError(
+                f"{self._path}, line {number}: got {type(entry).__name__}, expected an object", hint="use another -o"
+            )
+        return entry
+
+    def _run(self, line: bytes, number: int) -> RunRecord:
+        entry = self._parse(line, number)
+        try:
+            return _run(entry)
+        except KeyError as error:
+            raise ConfigError(
+                f"{self._path}, line {number}: a run without {error}: the journal is damaged",
+                hint="use another -o, or delete that line: the run is then measured again",
+            ) from error
 
     def _append(self, entry: dict[str, object]) -> None:
-        self._file.write(json.dumps(entry).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        try:
+            self._file.write(json.dumps(entry).encode() + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            error.filename = str(self._path)
+            raise
 
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Write ``path`` in one step: fill the yielded sibling, which then takes its place."""
+    """Write ``path`` in one step: fill the yielded sibling, which then takes its place; after a failure it is gone."""
     partial = path.with_name(path.name + ".partial")
-    yield partial
-    os.replace(partial, path)
+    try:
+        yield partial
+        os.replace(partial, path)
+    except BaseException as error:
+        with suppress(OSError):  # a read-only place refuses to remove what is not there
+            partial.unlink()
+        if isinstance(error, OSError):
+            error.filename = str(path)  # a failed write does not know its file, and nobody knows the partial one
+            error.filename2 = None
+        raise
 
 
 def _run(entry: dict[str, Any]) -> RunRecord:

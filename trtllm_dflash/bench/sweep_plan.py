@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 
 from trtllm_dflash.bench.configuration import Configuration
+from trtllm_dflash.bench.load import MAX_USERS
 from trtllm_dflash.bench.workload import Workload
 from trtllm_dflash.errors import ConfigError
 
@@ -40,8 +41,8 @@ class SweepPlan:
     max_open: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.concurrencies or min(self.concurrencies) < 1:
-            raise ConfigError(f"concurrencies are {list(self.concurrencies)}, expected numbers of at least 1")
+        if not self.concurrencies or min(self.concurrencies) < 1 or max(self.concurrencies) > MAX_USERS:
+            raise ConfigError(f"concurrencies are {list(self.concurrencies)}, expected numbers from 1 to {MAX_USERS}")
         if len(set(self.concurrencies)) != len(self.concurrencies):
             raise ConfigError(f"concurrencies are {list(self.concurrencies)}, expected each once")
         for name, value in (
@@ -98,7 +99,8 @@ def parse_concurrencies(text: str) -> tuple[int, ...]:
     found: set[int] = set()
     for part in text.split(","):
         first, dots, last = part.strip().partition("..")
-        if not first.isdigit() or (dots and not last.isdigit()) or int(first) < 1:
+        # isdecimal: int() does not take all that isdigit() does, "²" for example.
+        if not first.isdecimal() or (dots and not last.isdecimal()) or int(first) < 1:
             raise ConfigError(f"concurrencies are {text!r}, expected for example 1,2,4,8 or 1..256")
         value = int(first)
         found.add(value)

@@ -11,6 +11,7 @@ from typing import Any
 from trtllm_dflash.bench.configuration import Configuration
 from trtllm_dflash.bench.sweep_journal import written_whole
 from trtllm_dflash.bench.sweep_results import device_word
+from trtllm_dflash.config.json_reader import JsonObject
 from trtllm_dflash.errors import ConfigError
 
 DEPLOYMENT = "deployment.json"
@@ -136,6 +137,15 @@ def read_deployment(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: is not a sweep's deployment settings", hint=hint)
     if deployment.get("schema_version") != SCHEMA_VERSION:
         raise ConfigError(f"{file}: schema_version is {deployment.get('schema_version')!r}, expected {SCHEMA_VERSION}")
+    # Such a file is small and invites editing.
+    facts = JsonObject(deployment, file)
+    for name in ("config", "engines", "target"):
+        facts.string(name)
+    for name in ("block_size", "max_concurrency"):
+        facts.integer(name, minimum=1)
+    facts.optional_integer("kv_cache_tokens", minimum=1)
+    if deployment.get("speculation") not in ("auto", True, False):
+        raise facts.error("speculation", '"auto", true or false')
     return deployment
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -86,6 +87,11 @@ def make_workload(
         raise ConfigError(
             "expected a data set or random prompts, one of them",
             hint="give --dataset FILE.jsonl; or, with --force-acceptance-length, --synthetic-prompt-tokens N",
+        )
+    if forced_acceptance is not None and not 1.0 <= forced_acceptance < math.inf:
+        raise ConfigError(
+            f"forced acceptance length is {forced_acceptance}, expected a number of at least 1: every cycle commits a "
+            "token of the target's own"
         )
     if dataset is not None:
         messages = load_prompts(dataset, count)

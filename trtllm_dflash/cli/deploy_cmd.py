@@ -88,7 +88,8 @@ def deploy(
 
         choice = choice_of_sweep(from_sweep, engines)
         engines = choice.engines
-        if not given("speculation", "no_speculation"):
+        # A block size that is given says that there is to be speculation, whatever the sweep chose.
+        if not given("speculation", "no_speculation") and not (choice.speculation == "off" and (block_size or 1) > 1):
             speculation = choice.speculation
         if block_size is None and speculation != "off":
             block_size = choice.block_size

@@ -14,6 +14,7 @@ import click
 from trtllm_dflash.cli.option_checks import refuse_given
 from trtllm_dflash.cli.progress_bar import plan_progress, waiting
 from trtllm_dflash.cli.speculation_option import speculation_option
+from trtllm_dflash.config.json_lines import read_json_lines
 from trtllm_dflash.config.sampling import SamplingParams, SpeculationMode
 from trtllm_dflash.errors import ConfigError
 
@@ -73,13 +74,14 @@ def generate(
     if num_speculative_tokens is not None:
         block_size = _translate(num_speculative_tokens, block_size)
     params = SamplingParams(**sampling)
+    # Before an engine is loaded for minutes.
+    lines = [] if prompts_file is None else read_json_lines(prompts_file)
     with waiting(f"loading {engines} …"):
         llm = LLM(engines, speculation=speculation, device=device, block_size=block_size)
     with llm:
         wrap = llm.has_chat_template if chat is None else chat
         requests: list[Any] = [_chat(text) if wrap else text for text in prompts]
-        if prompts_file is not None:
-            requests += [_from_line(line, wrap) for line in _json_lines(prompts_file)]
+        requests += [_from_line(line, wrap) for line in lines]
         stream = len(requests) == 1 and not as_json
         started = time.perf_counter()
         if stream:
@@ -186,25 +188,6 @@ def _translate(num_speculative_tokens: int, block_size: int | None) -> int:
 
 def _chat(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
-
-
-def _json_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """(place, object) of every line that is not blank."""
-    lines = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        place = f"{path}, line {number}"
-        try:
-            document = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{place}: not JSON: {error}") from error
-        if not isinstance(document, dict):
-            raise ConfigError(f"{place}: got {type(document).__name__}, expected a JSON object")
-        lines.append((place, document))
-    if not lines:
-        raise ConfigError(f"{path}: has no prompts")
-    return lines
 
 
 def _from_line(line: tuple[str, dict[str, Any]], wrap: bool) -> Any:

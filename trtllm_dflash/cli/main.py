@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 import trtllm_dflash
+from trtllm_dflash.cli.os_errors import refusal_of
 from trtllm_dflash.errors import DFlashError
 
 # name → module of cli/; the click command has the same name as the attribute.
@@ -82,6 +83,10 @@ def main(argv: list[str] | None = None) -> None:
     except Exception as error:
         if debug:
             traceback.print_exc()
+        if isinstance(error, OSError) and (refusal := refusal_of(error)):
+            click.echo(f"error: {refusal.message}", err=True)
+            click.echo(f"hint: {refusal.hint}", err=True)
+            sys.exit(refusal.exit_code)
         click.echo(f"error: {type(error).__name__}: {error}", err=True)
         click.echo(
             "hint: run again with --debug for a traceback; this is a fault of the toolkit, please report it", err=True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import click
 
@@ -69,8 +69,10 @@ def progress_lines(title: str, *, in_bytes: bool = False) -> Iterator[ProgressLi
     ended = threading.Event()
 
     def watch() -> None:
-        while not ended.wait(_LOOK_S):
-            lines.look()
+        # A reader that left, or a full disk under the log: the work goes on without its lines.
+        with suppress(OSError, ValueError):
+            while not ended.wait(_LOOK_S):
+                lines.look()
 
     watcher = threading.Thread(target=watch, name="progress-lines", daemon=True)
     watcher.start()

@@ -63,13 +63,14 @@ def selfcheck(
         document = run_selfcheck(
             checkpoint_of, folder, subjects=subjects, device=device, max_tokens=max_tokens, progress=progress
         )
-    if output is not None:
-        with written_whole(output) as partial:
-            partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    # Before it is written: minutes of work are not lost to a place that cannot be written to.
     if as_json:
         click.echo(json.dumps(document))
     else:
         _print(document)
+    if output is not None:
+        with written_whole(output) as partial:
+            partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     if document["verdict"] != "passed":
         raise SystemExit(1)
 

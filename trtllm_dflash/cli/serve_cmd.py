@@ -94,12 +94,15 @@ def serve(
       trtllm-dflash serve --openai-port 9000 --triton-url http://10.0.0.5:8000 --triton-url http://10.0.0.6:8000
     """
     from trtllm_dflash.serving.log_format import LOG_FORMAT_VARIABLE, configure_logging
+    from trtllm_dflash.serving.server_url import split_url
 
     if model_repository is None and not triton_urls:
         raise click.UsageError("give -m/--model-repository, or --triton-url with --openai-port")
     if openai_port is None and (triton_urls or served_names or (api_key and model_repository is None)):
         raise click.UsageError("--triton-url and --served-model-name need --openai-port")
     _refuse_without_effect(model_repository is not None, openai_port is not None)
+    for url in triton_urls:
+        split_url(url)
     configure_logging(sys.stderr if log_file is None else log_file.open("a"), log_format)
     os.environ[LOG_FORMAT_VARIABLE] = log_format  # for the engine process, which Triton starts
     if api_key:
@@ -190,11 +193,10 @@ def _start_triton(
     log_file: Path | None,
     facts: dict[str, object],
 ) -> ServerHandle:
-    from trtllm_dflash.serving.engine_facts import read_engine_facts
-    from trtllm_dflash.serving.repository import repository_engines
+    from trtllm_dflash.serving.repository import repository_runs
     from trtllm_dflash.serving.tritonserver import triton_server
 
-    line = read_engine_facts(repository_engines(repository)).startup_line()
+    line = repository_runs(repository).startup_line()
     click.echo(line, err=True)
     # Lines on a terminal too: without --log-file Triton writes to the same stderr, and would break up a spinner.
     with progress_lines("tritonserver is starting and the engine is loading"):

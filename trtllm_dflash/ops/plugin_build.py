@@ -38,7 +38,7 @@ def parse_sms(text: str) -> tuple[int, ...]:
     """
     sms = []
     for entry in text.split(","):
-        if not entry.strip().isdigit() or int(entry) not in SUPPORTED_SMS:
+        if not entry.strip().isdecimal() or int(entry) not in SUPPORTED_SMS:
             raise ConfigError(
                 f"--sm: {entry.strip()!r} is not a supported GPU generation",
                 hint=f"choose among {', '.join(map(str, SUPPORTED_SMS))}, separated by commas",

@@ -138,6 +138,9 @@ class LLM:
         self._grammars = GrammarCompiler(self._prompts.tokenizer, session.target_config.vocab_size)
         self.limits = session.limits
         self.backend: Backend = backend
+        in_flight = None if admission is None else admission.max_tokens_in_flight
+        held = self.memory.tokens if in_flight is None else min(self.memory.tokens, in_flight)
+        self._max_request_tokens = min(session.limits.max_seq_len, held)
 
     @property
     def profiler(self) -> CycleProfiler:
@@ -148,6 +151,11 @@ class LLM:
     def block_size(self) -> int:
         """S in use; 1 means plain decoding."""
         return self._block_size
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Prompt and output of the longest request that ever fits: max_seq_len, or the KV cache where that is less."""
+        return self._max_request_tokens
 
     @property
     def session(self) -> EngineSession:
@@ -304,7 +312,13 @@ class LLM:
 
     def _spec(self, prompt: Prompt, params: SamplingParams, *, max_tokens_must_fit: bool = False) -> RequestSpec:
         ids = self._prompts.encode(prompt)
-        room = output_room(len(ids), params, self._session.limits.max_seq_len, must_fit=max_tokens_must_fit)
+        room = output_room(
+            len(ids),
+            params,
+            self._session.limits.max_seq_len,
+            held_tokens=self.max_request_tokens,
+            must_fit=max_tokens_must_fit,
+        )
         target = self._session.target_config
         stop_ids = tuple(dict.fromkeys([*(() if params.ignore_eos else target.eos_token_ids), *params.stop_token_ids]))
         bad_words = self._prompts.bad_word_sequences(params.bad_words)

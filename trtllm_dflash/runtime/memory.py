@@ -70,7 +70,8 @@ def plan_memory(session: EngineSession, kv_cache_tokens: int | None, *, block_si
         block_size: the largest S that will run. graphs: CUDA graphs that will be recorded.
 
     Raises:
-        EngineError: not even one request of max_seq_len fits.
+        EngineError: not even one request of max_seq_len fits, or ``kv_cache_tokens`` is less than a page or more than
+            the free memory alone could hold.
     """
     limits = session.limits
     page_tokens, page_bytes = limits.page_tokens, session.cache_bytes_per_page()
@@ -83,6 +84,14 @@ def plan_memory(session: EngineSession, kv_cache_tokens: int | None, *, block_si
                 f"kv_cache_tokens is {kv_cache_tokens}, expected at least one page of {page_tokens} tokens"
             )
         pages = kv_cache_tokens // page_tokens
+        # Whoever gives a number may take all there is: the margins of our own choice do not apply.
+        free_bytes = _free_bytes(session.device)
+        if (pages + 1) * page_bytes > free_bytes:
+            raise EngineError(
+                f"kv_cache_tokens is {kv_cache_tokens}, which take {(pages + 1) * page_bytes / _MIB:.0f} MiB; "
+                f"{free_bytes / _MIB:.0f} MiB are free",
+                hint=f"at most {max(0, free_bytes // page_bytes - 1) * page_tokens} tokens, less what else is needed",
+            )
     else:
         affordable = max(0, _usable_bytes(session.device) - state - passes - graph_bytes) // page_bytes
         wanted = limits.max_batch_size * per_request
@@ -132,10 +141,13 @@ def _graph_bytes(session: EngineSession, graphs: int) -> int:
 
 
 def _usable_bytes(device: torch.device) -> int:
+    return int(_free_bytes(device) * (_GPU_SHARE if device.type == "cuda" else _CPU_SHARE))
+
+
+def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free * _GPU_SHARE)
-    return int(_available_host_bytes() * _CPU_SHARE)
+        return int(torch.cuda.mem_get_info(device)[0])
+    return _available_host_bytes()
 
 
 def _available_host_bytes() -> int:

@@ -58,7 +58,7 @@ class PromptEncoder:
             RequestError: not a prompt, empty, an id out of range, or chat messages the template refuses.
         """
         if isinstance(prompt, str):
-            ids = self._tokenizer.encode(prompt)
+            ids = self._tokenizer.encode(_whole_characters("prompt", prompt))
         elif not isinstance(prompt, Sequence):
             raise RequestError("prompt", prompt, PROMPT_KINDS)
         elif len(prompt) and isinstance(prompt[0], dict):
@@ -73,6 +73,7 @@ class PromptEncoder:
         """Token sequences of each word, at the start of text and after a space."""
         sequences: dict[tuple[int, ...], None] = {}
         for word in words:
+            _whole_characters("bad_words", word)
             for text in (word, " " + word.lstrip()):
                 ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
                 if ids:
@@ -91,7 +92,7 @@ class PromptEncoder:
             encoded = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         except Exception as error:
             raise RequestError("prompt", "chat messages", f"messages that the chat template takes ({error})") from error
-        return list(self._tokenizer.encode(encoded, add_special_tokens=False))
+        return list(self._tokenizer.encode(_whole_characters("prompt", str(encoded)), add_special_tokens=False))
 
     def _check_ids(self, ids: Sequence[object]) -> list[int]:
         for token in ids:
@@ -99,3 +100,13 @@ class PromptEncoder:
             if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) < self.vocab_size:
                 raise RequestError("prompt", token, f"token ids from 0 to {self.vocab_size - 1}")
         return [int(token) for token in ids]  # type: ignore[call-overload]
+
+
+def _whole_characters(field: str, text: str) -> str:
+    """``text``, refused where it has halves of characters: bytes of a terminal that are no UTF-8, lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = f"{text[error.start]!r} at character {error.start}"
+        raise RequestError(field, found, "text in UTF-8, without halves of surrogate pairs") from error
+    return text

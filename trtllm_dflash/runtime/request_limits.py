@@ -37,25 +37,37 @@ def checked_salt(value: str | None) -> str | None:
     return value
 
 
-def output_room(prompt_tokens: int, params: SamplingParams, max_seq_len: int, *, must_fit: bool) -> int:
+def output_room(
+    prompt_tokens: int, params: SamplingParams, max_seq_len: int, *, held_tokens: int | None = None, must_fit: bool
+) -> int:
     """Output tokens that a request may have: ``max_tokens``, cut to what the prompt leaves of the sequence.
 
     Args:
         prompt_tokens: length of the prompt. max_seq_len: prompt and output of one request.
+        held_tokens: what the engine has room for, where that is less: no ``max_tokens`` means what fits there too. A
+            number beyond it is not cut here but refused when the request is queued.
         must_fit: refuse a ``max_tokens`` that does not fit, as OpenAI's API does, instead of cutting it.
 
     Raises:
         RequestError: the prompt leaves no token, or ``max_tokens`` is more than it leaves and ``must_fit``.
     """
-    length = f"this model's maximum context length (max_seq_len) is {max_seq_len} tokens of prompt and output"
-    if prompt_tokens + 1 > max_seq_len:
+    most = max_seq_len if held_tokens is None else min(max_seq_len, held_tokens)
+    if most == max_seq_len:
+        name, step = "max_seq_len", "build the engine with a larger --max-seq-len"
+        length = f"this model's maximum context length (max_seq_len) is {most} tokens of prompt and output"
+    else:
+        name, step = "the KV cache", "give the engine a larger KV cache"
+        length = (
+            f"this model's maximum context length here is {most} tokens of prompt and output, which its KV cache has"
+        )
+    if prompt_tokens + 1 > most:
         raise RequestError(
             "prompt",
             f"{prompt_tokens} tokens",
-            f"at most max_seq_len - 1 = {max_seq_len - 1} tokens: {length}",
-            hint="shorten the prompt, or build the engine with a larger --max-seq-len",
+            f"at most {name} - 1 = {most - 1} tokens: {length}",
+            hint=f"shorten the prompt, or {step}",
         )
-    room = max_seq_len - prompt_tokens
+    room = most - prompt_tokens
     if params.max_tokens is None:
         return room
     if must_fit and params.max_tokens > room:
@@ -63,9 +75,9 @@ def output_room(prompt_tokens: int, params: SamplingParams, max_seq_len: int, *,
             "max_tokens",
             params.max_tokens,
             f"at most {room}: {length}, and the prompt has {prompt_tokens}",
-            hint="ask for fewer tokens, shorten the prompt, or build the engine with a larger --max-seq-len",
+            hint=f"ask for fewer tokens, shorten the prompt, or {step}",
         )
-    return min(params.max_tokens, room)
+    return min(params.max_tokens, max_seq_len - prompt_tokens)
 
 
 def cut_warning(prompt_tokens: int, max_tokens: int, room: int) -> str:

@@ -273,10 +273,11 @@ class Scheduler:
 
     def _check_possible(self, spec: RequestSpec) -> None:
         extent = len(spec.prompt) + spec.max_output_tokens
+        asked = spec.max_output_tokens if spec.params.max_tokens is None else spec.params.max_tokens
         if self._pages_of(extent) > self._pool.total:
             raise RequestError(
                 "max_tokens",
-                spec.max_output_tokens,
+                asked,
                 f"prompt ({len(spec.prompt)} tokens) and output within the KV cache of "
                 f"{self._pool.total * self._page_tokens} tokens",
                 hint="ask for fewer tokens, or give the engine a larger KV cache",
@@ -285,7 +286,7 @@ class Scheduler:
         if limit is not None and extent > limit:
             raise RequestError(
                 "max_tokens",
-                spec.max_output_tokens,
+                asked,
                 f"prompt ({len(spec.prompt)} tokens) and output within max_tokens_in_flight = {limit}",
                 hint="ask for fewer tokens, or allow more in flight",
             )

@@ -6,9 +6,9 @@ import http.client
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from urllib.parse import urlsplit
 
 from trtllm_dflash.errors import DFlashError, EngineError
+from trtllm_dflash.serving.server_url import split_url
 from trtllm_dflash.serving.triton_errors import no_answer, request_failure
 
 
@@ -36,12 +36,14 @@ class TritonClient:
 
     Args:
         url: ``http://host:port``. model: the model's name. timeout_s: longest silence of the server.
+
+    Raises:
+        ConfigError: ``url`` is something else.
     """
 
     def __init__(self, url: str, model: str = "dflash", *, timeout_s: float = 120.0) -> None:
-        parts = urlsplit(url)
         self.url = url
-        self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
+        self._server = split_url(url)
         self._model, self._timeout_s = model, timeout_s
 
     def generate(self, text_input: str | None = None, **inputs: object) -> dict[str, object]:
@@ -70,7 +72,10 @@ class TritonClient:
                     data = b"data: " + data
                 if not data.startswith(b"data: "):
                     continue
-                event = json.loads(data[len(b"data: ") :])
+                try:
+                    event = json.loads(data[len(b"data: ") :])
+                except ValueError:  # the server was killed inside a line
+                    break
                 if "error" in event:
                     raise self._error(response.status, str(event["error"]))
                 finished = "finish_reason" in event
@@ -106,7 +111,7 @@ class TritonClient:
 
     def _post(self, action: str, payload: dict[str, object]) -> tuple[int, dict[str, object]]:
         status, body = self._post_to(self._path(action), payload)
-        return status, body if isinstance(body, dict) else {"error": str(body)}
+        return status, body if isinstance(body, dict) else {"error": "an empty answer" if body is None else str(body)}
 
     def _post_to(self, path: str, payload: dict[str, object]) -> tuple[int, object]:
         with self._connected() as connection:
@@ -121,7 +126,8 @@ class TritonClient:
     @contextmanager
     def _connected(self) -> Iterator[http.client.HTTPConnection]:
         # One connection per request: an idle kept-alive one would hold up the server's stop.
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
+        kind = http.client.HTTPSConnection if self._server.scheme == "https" else http.client.HTTPConnection
+        connection = kind(self._server.host, self._server.port, timeout=self._timeout_s)
         try:
             yield connection
         except (OSError, http.client.HTTPException) as error:

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -95,7 +96,8 @@ def main(
     server = EngineServer(
         engine,
         connection,
-        limits=facts.limits,
+        # What clients are told is what a request really may have.
+        limits=replace(facts.limits, max_seq_len=engine.max_request_tokens),
         eos_token_ids=facts.eos_token_ids,
         vocab_size=facts.vocab_size,
         render_chat=chat.encode,

@@ -13,14 +13,17 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from trtllm_dflash.errors import ConfigError, DFlashError, EngineError
 from trtllm_dflash.serving.client import TritonClient
 from trtllm_dflash.serving.gateway.settings import API_KEY_VARIABLE
+from trtllm_dflash.serving.server_url import address, reachable
 
 START_TIMEOUT_S = 60.0
 ASK_TIMEOUT_S = 5.0
+_MOST_ASKED = 32
 # A life this long proves that it can work: the next end of it is restarted without delay.
 GOOD_LIFE_S = 60.0
 BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0)
@@ -62,10 +65,10 @@ class FrontEnd:
                 f"the OpenAI front end needs {', '.join(missing)}, not installed here",
                 hint="pip install 'trtllm-dflash[openai]'",
             )
-        self.url = f"http://{host}:{port}"
+        self.url = f"http://{address(host, port)}"
         self.failure: EngineError | None = None
         self.restarts = 0
-        self._address = ("127.0.0.1" if host in ("0.0.0.0", "") else host, port)
+        self._address = (reachable(host), port)
         self._drain_timeout_s = drain_timeout_s
         self._log_path = log
         self._command = [sys.executable, "-m", "trtllm_dflash.serving.gateway"]
@@ -190,19 +193,24 @@ class FrontEnd:
 
 def replica_problems(triton_urls: Sequence[str], model: str) -> list[DFlashError]:
     """What keeps each of ``triton_urls`` from serving ``model`` now, for those that cannot; each with a hint."""
-    problems: list[DFlashError] = []
-    for url in triton_urls:
-        try:
-            state = TritonClient(url, model, timeout_s=ASK_TIMEOUT_S).health()["state"]
-            if state != "ready":
-                problems.append(EngineError(f"{url}: the engine of {model!r} is {state}", hint="its log says more"))
-        except DFlashError as error:
-            problems.append(error)
-        except (KeyError, ValueError):
-            problems.append(
-                ConfigError(f"{url}: {model!r} is not a model of this toolkit", hint="serve what `deploy` writes")
-            )
-    return problems
+    if not triton_urls:
+        return []
+    # At the same time: each of those that are gone takes the whole of ASK_TIMEOUT_S.
+    with ThreadPoolExecutor(max_workers=min(len(triton_urls), _MOST_ASKED)) as asking:
+        answers = list(asking.map(lambda url: _replica_problem(url, model), triton_urls))
+    return [problem for problem in answers if problem is not None]
+
+
+def _replica_problem(url: str, model: str) -> DFlashError | None:
+    try:
+        state = TritonClient(url, model, timeout_s=ASK_TIMEOUT_S).health()["state"]
+    except DFlashError as error:
+        return error
+    except (KeyError, ValueError):
+        return ConfigError(f"{url}: {model!r} is not a model of this toolkit", hint="serve what `deploy` writes")
+    if state == "ready":
+        return None
+    return EngineError(f"{url}: the engine of {model!r} is {state}", hint="its log says more")
 
 
 def _installed(name: str) -> bool:

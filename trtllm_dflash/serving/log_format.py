@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import logging
+import sys
 from typing import TextIO
 
 LOG_FORMAT_VARIABLE = "TRTLLM_DFLASH_LOG_FORMAT"
@@ -37,9 +38,20 @@ class TextLines(logging.Formatter):
         return text + "".join(f" {name}={value}" for name, value in facts.items())
 
 
+class _Lines(logging.StreamHandler[TextIO]):
+    """A full disk under the log costs its lines: ``logging`` would print a traceback for each of them to stderr."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
 def configure_logging(stream: TextIO, log_format: str) -> None:
-    """Send all of this process's log to ``stream``; ``log_format`` is one of ``LOG_FORMATS``."""
-    handler = logging.StreamHandler(stream)
+    """Send all of this process's log to ``stream``; ``log_format`` is one of ``LOG_FORMATS``.
+
+    What ``stream`` cannot take (a full disk, a reader that left) is dropped.
+    """
+    handler = _Lines(stream)
     text = TextLines("%(asctime)s %(name)s %(levelname)s %(message)s")
     handler.setFormatter(JsonLines() if log_format == "json" else text)
     logging.basicConfig(handlers=[handler], level=logging.INFO, force=True)

@@ -44,7 +44,7 @@ class DeployReport:
 
     Attributes:
         repository: the model repository. model_name: its one model. engines: the engine directory it refers to.
-        facts: what the engine directory says of itself, limits included. max_queue: waiting requests at most.
+        facts: what the engine directory says of itself, with what was chosen here. max_queue: waiting requests at most.
         files: the files written, relative to ``repository``.
     """
 
@@ -103,6 +103,9 @@ def deploy(
         max_running=max_running,
         kv_cache_tokens=kv_cache_tokens,
     )
+    plain = speculation == "off" or not facts.has_drafter
+    size = 1 if plain else block_size or facts.limits.block_size
+    facts = facts.with_choices(block_size=size, max_running=max_running)
     command = [sys.executable, "-m", "trtllm_dflash.serving.engine_process", "--engines", str(engines)]
     command += ["--config-sha256", facts.config_sha256]
     command += ["--max-queue", str(max_queue)]
@@ -144,6 +147,9 @@ def deploy(
             "model_name": model_name,
             "engine_dir": str(engines),
             "engine_config_sha256": facts.config_sha256,
+            # For who says what runs before the engine does; the engine has them on its command line.
+            "block_size": size,
+            "max_running": max_running,
             "files": manifest_to_json(records),
         }
         (staging / IDENTITY).write_text(json.dumps(identity, indent=2) + "\n")
@@ -164,9 +170,13 @@ def repository_model(repository: Path) -> str:
     return _identity(repository).string("model_name")
 
 
-def repository_engines(repository: Path) -> Path:
-    """The engine directory that a repository of ours refers to; ``ConfigError`` when it is not one."""
-    return Path(_identity(repository).string("engine_dir"))
+def repository_runs(repository: Path) -> EngineFacts:
+    """Facts of the engine that a repository of ours refers to, with what ``deploy`` chose: what will run.
+
+    Raises:
+        ConfigError: not a repository of ours, or its engine directory is gone.
+    """
+    return _facts_with_choices(_identity(repository))
 
 
 def repository_facts(repository: Path) -> dict[str, object]:
@@ -179,18 +189,24 @@ def repository_facts(repository: Path) -> dict[str, object]:
     identity = _identity(repository)
     verify_directory(repository, manifest_from_json(identity.child("files")))
     engines = Path(identity.string("engine_dir"))
-    facts = read_engine_facts(engines)
+    facts = _facts_with_choices(identity)
     check_fingerprint(engines, identity.string("engine_config_sha256"))
     return {
         "kind": _KIND,
         "model_name": identity.string("model_name"),
         "engine_dir": str(engines),
         "backend": facts.backend,
-        "speculation": facts.has_drafter,
+        "speculation": facts.has_drafter and facts.runs["speculation"] != "off",
         "limits": dataclasses.asdict(facts.limits),
         "files": len(list(identity.child("files"))),
         "hashes": "verified",
     }
+
+
+def _facts_with_choices(identity: JsonObject) -> EngineFacts:
+    facts = read_engine_facts(Path(identity.string("engine_dir")))
+    size = identity.integer("block_size", default=facts.limits.block_size, minimum=1)
+    return facts.with_choices(block_size=size, max_running=identity.optional_integer("max_running", minimum=1))
 
 
 def _identity(repository: Path) -> JsonObject:

@@ -36,10 +36,15 @@ class RunDirectory:
         remove_abandoned()
         self.shm_prefix = f"dflash_{os.getpid()}_{secrets.token_hex(4)}_"
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
-        self.lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        fcntl.flock(self.lock, fcntl.LOCK_EX)
-        # For whoever finds the folder abandoned: this is left behind too.
-        os.write(self.lock, self.shm_prefix.encode())
+        self.lock = -1
+        try:
+            self.lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            fcntl.flock(self.lock, fcntl.LOCK_EX)
+            # For whoever finds the folder abandoned: this is left behind too.
+            os.write(self.lock, self.shm_prefix.encode())
+        except BaseException:
+            self.remove()
+            raise
 
     def remove(self) -> None:
         """Remove the folder and the shared memory, and give up the lock."""

@@ -71,7 +71,7 @@ def request_failure(status: int, text: str, *, url: str, model: str) -> Meaning:
     if re.search(r"batch size does not match|unexpected (shape|inference input)|data-?type|expects? .*inputs?", text):
         return Meaning(f"an input has the wrong shape, type or name {said}", INPUTS_PAGE, True)
     if status in (404, 405):
-        return Meaning(f"{url}: something answers there, but not as Triton does {said}", PORTS)
+        return Meaning(f"{url}: something answers there, but not as Triton does (HTTP {status}: {text})", PORTS)
     if "connection was lost" in text:
         return Meaning(f"HTTP {status}: {text}", "the server ended or is restarting: send the request again")
     return Meaning(f"HTTP {status}: {text}", _HINTS["INTERNAL"])

@@ -139,7 +139,7 @@ def check_ports(addresses: dict[str, tuple[str, int]]) -> None:
 
 
 def free_ports(host: str, ports: list[int]) -> list[int]:
-    """``ports`` with each 0 replaced by a port that is free now."""
+    """``ports`` with each 0 replaced by a port that is free now. Raises ``ConfigError`` for a ``host`` of others."""
     probes = []
     try:
         chosen = []
@@ -147,7 +147,13 @@ def free_ports(host: str, ports: list[int]) -> list[int]:
             if port == 0:
                 probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
                 probes.append(probe)
-                probe.bind((host, 0))
+                try:
+                    probe.bind((host, 0))
+                except OSError as error:
+                    raise ConfigError(
+                        f"host {host!r} cannot be listened on: {error.strerror}",
+                        hint="give an address of this machine, 127.0.0.1 or 0.0.0.0",
+                    ) from error
                 port = probe.getsockname()[1]
             chosen.append(port)
         return chosen

@@ -16,6 +16,7 @@ from pathlib import Path
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.serving.client import TritonClient, TritonHttpError
 from trtllm_dflash.serving.run_directory import RunDirectory
+from trtllm_dflash.serving.server_url import address, bracketed, reachable
 from trtllm_dflash.serving.triton_errors import load_failure
 from trtllm_dflash.serving.triton_install import TritonInstall, library_path, stub_environment
 
@@ -43,28 +44,44 @@ class TritonProcess:
     def __init__(
         self, install: TritonInstall, repository: Path, model: str, endpoints: Endpoints, log: Path | None
     ) -> None:
-        self._run_directory = RunDirectory()
         self._log = log
         self._log_start = log.stat().st_size if log and log.exists() else 0
         self._gone = False
         self.model = model
-        self.client = TritonClient(f"http://{_reachable(endpoints.host)}:{endpoints.http_port}", model, timeout_s=10.0)
+        url = f"http://{address(reachable(endpoints.host), endpoints.http_port)}"
+        self.client = TritonClient(url, model, timeout_s=10.0)
+        self._run_directory = RunDirectory()
+        try:
+            self._process = self._started(install, repository, endpoints)
+            try:
+                self._guard = _guard_of(self._process.pid, self._run_directory.lock)
+            except BaseException:
+                self._process.kill()
+                self._process.wait()
+                raise
+        except BaseException:
+            self._run_directory.remove()
+            raise
+
+    def _started(self, install: TritonInstall, repository: Path, endpoints: Endpoints) -> subprocess.Popen[bytes]:
         backends = self._run_directory.path / "backends"
         (backends / "python").mkdir(parents=True)
         for path in install.python_backend.iterdir():
             (backends / "python" / path.name).symlink_to(path)
         if install.stub is not None:
             (backends / "python" / install.stub.name).symlink_to(install.stub)
+        # evhtp, which serves HTTP and metrics, takes "::1" for 255.255.255.255, and would never be ready.
+        http_host = f"ipv6:{endpoints.host}" if ":" in endpoints.host else endpoints.host
         command = [
             str(install.binary),
             f"--model-repository={repository.resolve()}",
             f"--backend-directory={backends}",
             "--disable-auto-complete-config",
             "--model-control-mode=explicit",
-            f"--load-model={model}",
-            f"--http-address={endpoints.host}",
-            f"--grpc-address={endpoints.host}",
-            f"--metrics-address={endpoints.host}",
+            f"--load-model={self.model}",
+            f"--http-address={http_host}",
+            f"--grpc-address={bracketed(endpoints.host)}",
+            f"--metrics-address={http_host}",
             f"--http-port={endpoints.http_port}",
             f"--grpc-port={endpoints.grpc_port}",
             f"--metrics-port={endpoints.metrics_port}",
@@ -73,10 +90,10 @@ class TritonProcess:
             f"--backend-config=python,shm-region-prefix-name={self._run_directory.shm_prefix}",
             "--backend-config=python,shm-default-byte-size=4194304",
         ]
+        environment = _environment(install)
+        output = self._log.open("ab") if self._log else None
         try:
-            environment = _environment(install)
-            output = log.open("ab") if log else None
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=output or sys.stderr,
@@ -86,12 +103,9 @@ class TritonProcess:
                 start_new_session=True,
                 cwd=self._run_directory.path,
             )
+        finally:
             if output:
                 output.close()
-            self._guard = _guard_of(self._process.pid, self._run_directory.lock)
-        except BaseException:
-            self._run_directory.remove()
-            raise
 
     @property
     def pid(self) -> int:
@@ -205,8 +219,3 @@ def _environment(install: TritonInstall) -> dict[str, str]:
     environment["PATH"] = f"{stub_environment() / 'bin'}:{os.environ.get('PATH', '/usr/bin:/bin')}"
     environment["LD_LIBRARY_PATH"] = library_path()
     return environment
-
-
-def _reachable(host: str) -> str:
-    """An address of this machine to ask a server that listens on ``host``."""
-    return "127.0.0.1" if host in ("0.0.0.0", "") else host

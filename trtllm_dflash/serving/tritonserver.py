@@ -23,6 +23,7 @@ from __future__ import annotations
 import http.client
 import json
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +34,7 @@ from pathlib import Path
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.serving.client import TritonClient, TritonHttpError
 from trtllm_dflash.serving.repository import repository_model
+from trtllm_dflash.serving.server_url import address
 from trtllm_dflash.serving.triton_errors import load_failure
 from trtllm_dflash.serving.triton_install import find_tritonserver, free_ports, preflight
 from trtllm_dflash.serving.triton_process import Endpoints, TritonProcess
@@ -79,10 +81,10 @@ class ServerHandle:
             self._install,
             {name: (host, port) for name, port in zip(("http", "grpc", "metrics", "health"), ports, strict=False)},
         )
-        self.http_url = f"http://{host}:{ports[0]}"
-        self.grpc_url = f"{host}:{ports[1]}"
-        self.metrics_url = f"http://{host}:{ports[2]}/metrics"
-        self.health_url = None if health_port is None else f"http://{host}:{ports[3]}/health"
+        self.http_url = f"http://{address(host, ports[0])}"
+        self.grpc_url = address(host, ports[1])
+        self.metrics_url = f"http://{address(host, ports[2])}/metrics"
+        self.health_url = None if health_port is None else f"http://{address(host, ports[3])}/health"
         self.restarts = 0
         self.also_ready: Callable[[], str | None] = lambda: None
         self._status: dict[str, object] = {"status": "starting"}
@@ -337,7 +339,10 @@ def _health_server(host: str, port: int, status: object) -> ThreadingHTTPServer:
         def log_message(self, format: str, *arguments: object) -> None:
             pass
 
-    server = ThreadingHTTPServer((host, port), Handler)
+    class Server(ThreadingHTTPServer):
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+    server = Server((host, port), Handler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, name="health-endpoint", daemon=True).start()
     return server

@@ -64,6 +64,13 @@ class ApiError(Exception):
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
+    def renamed(self, param: str, name: str) -> ApiError:
+        """The same error, of the field ``name`` where it is about ``param``: some fields have two names."""
+        if self.param != param:
+            return self
+        message = name + self.message.removeprefix(param) if self.message.startswith(f"{param}:") else self.message
+        return ApiError(self.status, message, param=name, code=self.code, retry_after_s=self.retry_after_s)
+
     def headers(self) -> dict[str, str]:
         """Headers that go with the status."""
         headers = {}

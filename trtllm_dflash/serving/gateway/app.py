@@ -86,7 +86,12 @@ class Gateway:
 
     async def _chat(self, request: Request) -> Response:
         body = parse_body(ChatBody, await self._body(request))
-        return await self._generate(request, body, ChatShape(), logprobs=bool(body.logprobs), prompts=1)
+        try:
+            return await self._generate(request, body, ChatShape(), logprobs=bool(body.logprobs), prompts=1)
+        except ApiError as error:
+            if body.max_completion_tokens is None:
+                raise
+            raise error.renamed("max_tokens", "max_completion_tokens") from None
 
     async def _completions(self, request: Request) -> Response:
         body = parse_body(CompletionBody, await self._body(request))

@@ -56,7 +56,8 @@ def _sampling(body: ChatBody | CompletionBody) -> Inputs:
         top_log_probs = body.logprobs
     stop = [body.stop] if isinstance(body.stop, str) else body.stop
     given = {
-        "max_tokens": limit,
+        # A number that a client gives is a number, the largest one too, which means "as many as fit" to the model.
+        "max_tokens": min(asked, AS_MANY_AS_FIT - 1) if asked else limit,
         # As OpenAI and vLLM: what a client asks for must fit, our own default is cut.
         "max_tokens_must_fit": True if asked else None,
         # The model is greedy when nothing is said, OpenAI's clients expect temperature 1.
