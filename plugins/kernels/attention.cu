@@ -1,11 +1,10 @@
 // Host side of dflash_attention: validation, arguments, and the launch that joins the splits.
-#include <cuda.h>
-
 #include <cmath>
 
 #include "attention_extent.cuh"
 #include "attention_plan.h"
 #include "launch.h"
+#include "tensor_map.h"
 
 namespace dflash {
 
@@ -172,33 +171,14 @@ int32_t check_pointers(const dflash_attention_params& p) {
 }
 
 // Describes a cache [rows of tokens, kv_heads, head_dim] to the copy engine, in boxes of `keys` rows of one head and 64
-// dimensions, which land in the swizzle that wgmma reads. How many rows there are is the page table's business. A box
-// row is 128 bytes, and the L2 fetches no more for it: with 256, which brings the other half of a head's row as well,
-// whole calls were up to 1.17 times slower (measured on an H200).
+// dimensions. How many rows there are is the page table's business.
 int32_t describe_cache(const dflash_attention_params& p, const void* cache, int keys, TensorMap& map) {
-    static const auto encode = [] {
-        void* function = nullptr;
-        cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
-        return found == cudaDriverEntryPointSuccess ? reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function)
-                                                    : nullptr;
-    }();
-    if (!encode)
-        return fail(DFLASH_UNSUPPORTED,
-                    "attention: the driver has no cuTensorMapEncodeTiled, expected CUDA 12 or newer");
     static_assert(sizeof(TensorMap) == sizeof(CUtensorMap) && alignof(TensorMap) >= alignof(CUtensorMap), "one layout");
     constexpr cuuint64_t kAllRows = 1ull << 31;
-    const cuuint64_t sizes[] = {cuuint64_t(p.head_dim), cuuint64_t(p.num_kv_heads), kAllRows};
-    const cuuint64_t strides[] = {cuuint64_t(p.head_dim) * 2, cuuint64_t(p.num_kv_heads) * p.head_dim * 2};
-    const cuuint32_t box[] = {64, 1, cuuint32_t(keys)}, steps[] = {1, 1, 1};
-    const auto type = p.dtype == DFLASH_FLOAT16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    const CUresult status = encode(reinterpret_cast<CUtensorMap*>(&map), type, 3, const_cast<void*>(cache), sizes,
-                                   strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                   CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (status != CUDA_SUCCESS)
-        return fail(DFLASH_CUDA_ERROR, "attention: the driver refused to describe the cache (CUresult %d)",
-                    int(status));
-    return DFLASH_OK;
+    return describe_tensor("attention", "cache", p.dtype, cache,
+                           {cuuint64_t(p.head_dim), cuuint64_t(p.num_kv_heads), kAllRows},
+                           {cuuint64_t(p.head_dim) * 2, cuuint64_t(p.num_kv_heads) * p.head_dim * 2},
+                           {64, 1, cuuint32_t(keys)}, reinterpret_cast<CUtensorMap&>(map));
 }
 
 AttentionArgs make_args(const dflash_attention_params& p, const Plan& plan) {

@@ -6,6 +6,7 @@
 
 #include "dflash_dense.h"
 #include "launch.h"
+#include "tensor_map.h"
 
 namespace dflash {
 
@@ -56,28 +57,11 @@ Plan make_plan(const dflash_skinny_params& p, int tiles) {
 // Describes the weight as [groups][columns][depth]; a tile is 64 columns of depth and 16 rows, half of them of each
 // group where there are two.
 int32_t describe(const dflash_skinny_params& p, CUtensorMap& map) {
-    static const auto encode = [] {
-        void* function = nullptr;
-        cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
-        return found == cudaDriverEntryPointSuccess ? reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function)
-                                                    : nullptr;
-    }();
-    if (!encode)
-        return fail(DFLASH_UNSUPPORTED, "skinny_gemm: the driver has no cuTensorMapEncodeTiled, expected CUDA 12");
     const cuuint64_t row_bytes = cuuint64_t(p.depth) * 2;
     const cuuint32_t groups = p.gated ? 2 : 1;
-    const cuuint64_t sizes[] = {cuuint64_t(p.depth), cuuint64_t(p.columns), groups};
-    const cuuint64_t strides[] = {row_bytes, row_bytes * p.columns};
-    const cuuint32_t box[] = {kTileDepth, kTileRows / groups, groups}, steps[] = {1, 1, 1};
-    const auto type = p.dtype == DFLASH_FLOAT16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    const CUresult status =
-        encode(&map, type, 3, const_cast<void*>(p.weight), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-               CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (status != CUDA_SUCCESS)
-        return fail(DFLASH_CUDA_ERROR, "skinny_gemm: the driver refused to describe the weight (CUresult %d)",
-                    int(status));
-    return DFLASH_OK;
+    return describe_tensor("skinny_gemm", "weight", p.dtype, p.weight,
+                           {cuuint64_t(p.depth), cuuint64_t(p.columns), groups}, {row_bytes, row_bytes * p.columns},
+                           {kTileDepth, kTileRows / groups, groups}, map);
 }
 
 struct SharedMemory {

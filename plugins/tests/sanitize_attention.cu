@@ -17,27 +17,9 @@
 #include <random>
 #include <vector>
 
-#include "dflash_kernels.h"
+#include "sanitize.h"
 
 namespace {
-
-std::mt19937 generator(7);
-std::vector<void*> allocations;
-
-void check(bool ok, const char* what) {
-    if (ok) return;
-    std::printf("%s: %s %s\n", what, dflash_last_error(), cudaGetErrorString(cudaGetLastError()));
-    std::exit(1);
-}
-
-template <typename T>
-T* upload(const std::vector<T>& values) {
-    T* pointer = nullptr;
-    check(cudaMalloc(&pointer, std::max<size_t>(values.size() * sizeof(T), 1)) == cudaSuccess, "cudaMalloc");
-    check(cudaMemcpy(pointer, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice) == cudaSuccess, "copy");
-    allocations.push_back(pointer);
-    return pointer;
-}
 
 // Of 65536 numbers drawn once, in another order each time: drawing millions takes longer than what is tested.
 __nv_bfloat16* normal(size_t count) {
@@ -119,8 +101,7 @@ void run(const Case& c) {
                 c.head_dim, c.kv_heads, c.group, c.page_tokens, c.block_mode ? "block" : "paged",
                 c.settled ? " settled" : "", batch, c.queries, longest, most);
     check(most < 0.02f, "splits disagree");
-    for (void* pointer : allocations) cudaFree(pointer);
-    allocations.clear();
+    free_uploads();
 }
 
 }  // namespace

@@ -15,26 +15,9 @@
 #include <vector>
 
 #include "dflash_select.h"
+#include "sanitize.h"
 
 namespace {
-
-std::mt19937 generator(7);
-std::vector<void*> allocations;
-
-void check(bool ok, const char* what) {
-    if (ok) return;
-    std::printf("%s: %s %s\n", what, dflash_last_error(), cudaGetErrorString(cudaGetLastError()));
-    std::exit(1);
-}
-
-template <typename T>
-T* upload(const std::vector<T>& values) {
-    T* pointer = nullptr;
-    check(cudaMalloc(&pointer, std::max<size_t>(values.size() * sizeof(T), 1)) == cudaSuccess, "cudaMalloc");
-    check(cudaMemcpy(pointer, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice) == cudaSuccess, "copy");
-    allocations.push_back(pointer);
-    return pointer;
-}
 
 template <typename T>
 T* room(size_t count) {
@@ -56,8 +39,7 @@ std::vector<int64_t> integers(size_t count, int64_t limit) {
 
 void finish(int32_t status, const char* what) {
     check(status == DFLASH_OK && cudaDeviceSynchronize() == cudaSuccess, what);
-    for (void* pointer : allocations) cudaFree(pointer);
-    allocations.clear();
+    free_uploads();
 }
 
 void convolve(int rows, int block_size, int width, int groups, int taps, bool out_form) {
