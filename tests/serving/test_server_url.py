@@ -92,9 +92,12 @@ def test_a_stream_that_is_cut_inside_an_event_is_a_lost_connection() -> None:
         def answer() -> None:
             connection, _ = server.accept()
             with connection:
-                connection.recv(65536)
                 head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
                 connection.sendall(head + b'data: {"text_output": "a"}\n\ndata: {"text_out')
+                connection.shutdown(socket.SHUT_WR)
+                # A request that nobody has read when the socket closes turns the end into a reset.
+                while connection.recv(65536):
+                    pass
 
         threading.Thread(target=answer, daemon=True).start()
         client = TritonClient(f"http://127.0.0.1:{server.getsockname()[1]}", timeout_s=10.0)

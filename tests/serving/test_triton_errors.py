@@ -119,8 +119,11 @@ def _listener(answer: bytes | None) -> Iterator[str]:
             connection, _ = server.accept()
             kept.append(connection)
             if answer is not None:
-                connection.recv(65536)
                 connection.sendall(answer)
+                connection.shutdown(socket.SHUT_WR)
+                # A request that nobody has read when the socket closes turns the end into a reset.
+                while connection.recv(65536):
+                    pass
                 connection.close()
 
         threading.Thread(target=serve, daemon=True).start()
