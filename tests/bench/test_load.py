@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from timed_endpoint import TimedEndpoint
 
+from trtllm_dflash.bench import load
 from trtllm_dflash.bench.load import Load, LoadResult, run_load
 from trtllm_dflash.bench.measurement import kept_shares, measure, percentiles
 from trtllm_dflash.bench.records import RequestRecord
@@ -87,6 +90,19 @@ def test_failed_requests_are_counted_and_left_out() -> None:
     assert figures.first_error == "prompt 0 is refused"
     assert figures.itl_ms is not None
     assert figures.itl_ms.count == 3 * 3
+
+
+def test_a_user_whose_requests_fail_waits_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(load, "LONGEST_PAUSE_S", 0.15)
+    failing = [PROMPTS[number] for number in (0, 1, 2, 3, 5)]
+    endpoint = TimedEndpoint(events=0, fail=failing)
+    result = run_load(endpoint, PROMPTS, GREEDY, Load(1, None, 7, warm_up=0, cool_down=False))
+    starts = [record.start for record in result.records]
+    pauses = [after - before for before, after in itertools.pairwise(starts)]
+    assert all(pause >= least for pause, least in zip(pauses, (0.05, 0.1, 0.15, 0.15, 0.0, 0.05), strict=True))
+    # An answer makes the next pause short again.
+    assert pauses[5] < 0.14
 
 
 def test_nothing_but_failures_is_an_error() -> None:

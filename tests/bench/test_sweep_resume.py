@@ -116,6 +116,25 @@ def test_a_torn_last_line_is_measured_again(tiny_engines: Callable[..., Path], d
     assert len(_lines(folder)) == 5
 
 
+def test_runs_with_failed_requests_are_measured_again(
+    tiny_engines: Callable[..., Path], dataset: Path, tmp_path: Path
+) -> None:
+    """A server that refused for a while: its run is on disk, and the same command replaces it."""
+    plan, folder = _plan(tiny_engines("llama-v2"), repeats=1), tmp_path / "out"
+    run_sweep(plan, _workload(dataset), folder)
+    header, *runs = _lines(folder)
+    runs[1]["result"] |= {"errors": 2, "first_error": "HTTP 503"}
+    (folder / "runs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (header, *runs)))
+    told: list[str] = []
+    _, again = run_sweep(plan, _workload(dataset), folder, progress=lambda label, done, total: told.append(label))
+    assert told == [f"{runs[1]['config']}, concurrency {runs[1]['concurrency']}"]
+    assert [run.result["errors"] for run in again] == [0, 0, 0, 0]
+    assert len(_lines(folder)) == 6
+    # Nothing is left to measure, for a reader of the file alone too.
+    run_sweep(plan, _workload(dataset), folder, progress=lambda label, done, total: told.append(label))
+    assert len(told) == 1
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [("7", "got int, expected an object"), ('{"kind": "run"}', "a run without 'repeat'"), ("{", "not JSON")],
@@ -153,7 +172,7 @@ def test_other_prompts_or_another_engine_are_not_mixed_in(
 
 def test_a_disk_that_fills_up_loses_the_run_in_progress_alone(tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
-    run = RunRecord(PointKey(0, 1, "a"), "f", {}, {"text": "x" * 3000}, {}, "now")
+    run = RunRecord(PointKey(0, 1, "a"), "f", {}, {"errors": 0, "text": "x" * 3000}, {}, "now")
     with SweepJournal(tmp_path, {}, "a") as journal:
         journal.add(run)
     file = tmp_path / "runs.jsonl"

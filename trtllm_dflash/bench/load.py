@@ -23,6 +23,9 @@ from trtllm_dflash.errors import ConfigError
 Progress = Callable[[str, int, int], None]
 
 MAX_OPEN_REQUESTS = 1024
+# A user whose request failed waits before the next, twice as long after each failure in a row: a server that refuses
+# everything is not asked as fast as it can refuse.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 # Every user is a thread; an operating system allows some ten thousand of them.
 MAX_USERS = 10_000
 
@@ -194,11 +197,17 @@ class _Run:
             raise
 
     def _work(self) -> None:
+        pause = FIRST_PAUSE_S
         while not self._stop.is_set():
             following = self._next()
             if following is None:
                 return
             self._send(*following)
+            if following[0].error is None:
+                pause = FIRST_PAUSE_S
+            else:
+                self._stop.wait(pause)
+                pause = min(2 * pause, LONGEST_PAUSE_S)
 
     def _send(self, record: RequestRecord, params: SamplingParams) -> None:
         try:

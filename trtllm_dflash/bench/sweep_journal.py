@@ -1,6 +1,7 @@
 """The journal of a sweep: finished runs, one JSON line each, on disk before the next run begins.
 
-A run that is in the journal is never measured again; whatever kills the process, at most the run in progress is lost.
+A run that is in the journal is never measured again, unless requests of it failed; whatever kills the process, at most
+the run in progress is lost.
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ class RunRecord:
     probe: dict[str, float]
     at: str
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every request of the run was answered."""
+        return not self.result["errors"]
+
 
 class SweepJournal:
     """The journal in an output directory, held by one process at a time.
@@ -51,7 +57,7 @@ class SweepJournal:
         self._file = self._path.open("a+b")
         try:
             self._lock()
-            self.runs = self._read(method_fingerprint)
+            self._by_key = {run.key: run for run in self._read(method_fingerprint)}
             if not self._path.stat().st_size:
                 header = {
                     "kind": "sweep",
@@ -79,7 +85,7 @@ class SweepJournal:
                 raise
 
     def add(self, run: RunRecord) -> None:
-        """Append a finished run; on return it is on disk."""
+        """Append a finished run, in place of an earlier one of the same key; on return it is on disk."""
         self._append(
             {
                 "kind": "run",
@@ -93,10 +99,15 @@ class SweepJournal:
                 "at": run.at,
             }
         )
-        self.runs.append(run)
+        self._by_key[run.key] = run
+
+    @property
+    def runs(self) -> list[RunRecord]:
+        """Finished runs, the newest of each key, in the order in which the keys were first measured."""
+        return list(self._by_key.values())
 
     def finished(self, label: str, fingerprint: str) -> set[PointKey]:
-        """Runs of a configuration that need not be measured again.
+        """Runs of a configuration that need not be measured again: all of their requests were answered.
 
         Raises:
             ConfigError: there are runs of that label, but of another engine or other settings.
@@ -110,7 +121,8 @@ class SweepJournal:
                     f"{self._path}: has runs of {label!r} with another engine or other settings",
                     hint="choose another output directory or label, or delete the old one",
                 )
-            keys.add(run.key)
+            if run.is_whole:
+                keys.add(run.key)
         return keys
 
     def _lock(self) -> None:
@@ -193,7 +205,9 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 def _run(entry: dict[str, Any]) -> RunRecord:
     key = PointKey(entry["repeat"], entry["concurrency"], entry["config"])
-    return RunRecord(key, entry["fingerprint"], entry["facts"], entry["result"], entry["probe"], entry["at"])
+    run = RunRecord(key, entry["fingerprint"], entry["facts"], entry["result"], entry["probe"], entry["at"])
+    _ = run.is_whole  # its figures are there
+    return run
 
 
 def _sync_directory(folder: Path) -> None:

@@ -188,7 +188,9 @@ def _warnings(runs: Sequence[RunRecord], points: Sequence[dict[str, Any]], metho
         warnings.append("some points were run once: they have no confidence interval (--repeats 2 or more)")
     errors = sum(point["errors"] for point in points)
     if errors:
-        warnings.append(f"{errors} requests failed; they are left out of latencies")
+        warnings.append(
+            f"{errors} requests failed; they are left out of latencies. The same command again measures their runs again"
+        )
     workload: Any = method["workload"]
     forced = workload["forced_acceptance_length"]
     if forced is not None:

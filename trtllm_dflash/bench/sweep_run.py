@@ -53,7 +53,8 @@ def run_sweep(
 ) -> tuple[dict[str, object], list[RunRecord]]:
     """Measure what is missing of ``plan`` in ``folder``; returns (facts of the method, runs of the plan).
 
-    Every finished run is on disk before the next begins: killed at any moment and called again, it goes on.
+    Runs of which requests failed count as missing when it begins. Every finished run is on disk before the next
+    begins: killed at any moment and called again, it goes on.
 
     Args:
         progress: told (what, runs finished, runs in all).
