@@ -166,7 +166,7 @@ def test_an_engine_directory_is_not_a_checkpoint(engines: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("device", ["npu", "cuda:x", "", "mps"])
 def test_unknown_device(engines: Path, device: str) -> None:
-    with pytest.raises(EngineError, match="expected cpu or cuda:N"):
+    with pytest.raises(ConfigError, match="expected cpu or cuda:N"):
         load_session(engines, device=device)
 
 

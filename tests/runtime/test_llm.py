@@ -12,7 +12,7 @@ import pytest
 from tiny_pair import BOS, VOCAB_SIZE
 
 from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.errors import ConfigError, EngineError, RequestError
+from trtllm_dflash.errors import ConfigError, RequestError
 from trtllm_dflash.runtime.outputs import OutputChunk
 from trtllm_dflash.runtime.slots import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_IDS
 
@@ -222,10 +222,10 @@ def test_one_token_has_no_acceptance_length(tiny_llms: Callable) -> None:
         ({"block_size": 7}, RequestError, "block_size: got 7, expected 1 to the engine's block size 6"),
         ({"block_size": 0}, RequestError, "block_size: got 0"),
         ({"block_size": 2, "speculation": "off"}, RequestError, "block_size: got 2, expected 1 or none: speculation"),
-        ({"device": "tpu"}, EngineError, "device 'tpu': expected cpu or cuda:N"),
-        ({"device": "meta"}, EngineError, "device 'meta': expected cpu or cuda:N"),
-        ({"kv_cache_tokens": 31}, EngineError, "kv_cache_tokens is 31, expected at least one page of 32 tokens"),
-        ({"kv_cache_tokens": 10**15}, EngineError, r"kv_cache_tokens is 1000000000000000, which take \d+ MiB; \d+ MiB"),
+        ({"device": "tpu"}, ConfigError, "device 'tpu': expected cpu or cuda:N"),
+        ({"device": "meta"}, ConfigError, "device 'meta': expected cpu or cuda:N"),
+        ({"kv_cache_tokens": 31}, ConfigError, "kv_cache_tokens is 31, expected at least one page of 32 tokens"),
+        ({"kv_cache_tokens": 10**15}, ConfigError, r"kv_cache_tokens is 1000000000000000, which take \d+ MiB; \d+ MiB"),
     ],
     ids=str,
 )

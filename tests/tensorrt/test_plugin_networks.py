@@ -23,7 +23,7 @@ from trtllm_dflash.engine.paged_session import PagedSession
 from trtllm_dflash.engine.tensorrt_emission import NetworkRequest
 from trtllm_dflash.engine.tensorrt_emit import emit_network
 from trtllm_dflash.engine.tensorrt_plugin_emit import most_pages
-from trtllm_dflash.errors import BuildError, EngineError
+from trtllm_dflash.errors import BuildError, ConfigError
 from trtllm_dflash.ops.tensorrt_library import TensorRTLibrary
 
 PAIRS = ("llama-v2", "qwen3-v1", "qwen3-v2", "llama-v1")
@@ -94,7 +94,7 @@ def test_more_pages_than_the_plans_were_built_for(tiny_request: RequestFactory) 
     assert isinstance(session, PagedSession)
     most = most_pages(request.limits)
     session.allocate_caches(most)
-    with pytest.raises(EngineError, match=f"at most {most}"):
+    with pytest.raises(ConfigError, match=f"at most {most}"):
         session.allocate_caches(most + 1)
 
 

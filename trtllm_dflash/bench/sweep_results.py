@@ -189,7 +189,7 @@ def _warnings(runs: Sequence[RunRecord], points: Sequence[dict[str, Any]], metho
     errors = sum(point["errors"] for point in points)
     if errors:
         warnings.append(
-            f"{errors} requests failed; they are left out of latencies. The same command again measures their runs again"
+            f"{errors} requests failed; they are left out of latencies. The same command measures their runs again"
         )
     workload: Any = method["workload"]
     forced = workload["forced_acceptance_length"]

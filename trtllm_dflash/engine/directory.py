@@ -112,7 +112,7 @@ def load_session(path: str | Path, *, device: str | None = None, kernels: Kernel
 
     Raises:
         EngineError: the backend, the device or the number of ranks cannot run here.
-        ConfigError, CheckpointError: as :func:`open_engine_directory`.
+        ConfigError: ``device`` is no device. ConfigError, CheckpointError: as :func:`open_engine_directory`.
     """
     engine = open_engine_directory(path)
     if engine.backend != "torch":
@@ -159,9 +159,9 @@ def _device(wanted: str | None) -> torch.device:
     try:
         device = torch.device(wanted)
     except RuntimeError as error:
-        raise EngineError(f"device {wanted!r}: expected cpu or cuda:N") from error
+        raise ConfigError(f"device {wanted!r}: expected cpu or cuda:N") from error
     if device.type not in ("cpu", "cuda"):
-        raise EngineError(f"device {wanted!r}: expected cpu or cuda:N")
+        raise ConfigError(f"device {wanted!r}: expected cpu or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise EngineError(
             f"device {wanted!r}: no CUDA GPU is available", hint="trtllm-dflash doctor says what is missing"

@@ -16,7 +16,7 @@ from trtllm_dflash.engine.network_session import NetworkRunner, NetworkSession, 
 from trtllm_dflash.engine.session import DraftInputs, DraftOutputs, TargetInputs, TargetOutputs
 from trtllm_dflash.engine.tensorrt_emission import paged_positions, prefill_queries
 from trtllm_dflash.engine.tensorrt_plugin_emit import most_pages, pages_per_request
-from trtllm_dflash.errors import EngineError
+from trtllm_dflash.errors import ConfigError
 
 _ALL = slice(None)
 
@@ -64,11 +64,11 @@ class PagedSession(NetworkSession):
         """See ``EngineSession``.
 
         Raises:
-            EngineError: more pages than the plans were built for.
+            ConfigError: more pages than the plans were built for.
         """
         most = most_pages(self.limits)
         if num_pages > most:
-            raise EngineError(
+            raise ConfigError(
                 f"{num_pages} KV cache pages of {self.limits.page_tokens} tokens were asked for, the plans were built "
                 f"for at most {most}",
                 hint="ask for fewer, or build with a larger --max-batch-size or --max-seq-len",

@@ -16,7 +16,7 @@ from trtllm_dflash.config.sampling import SamplingParams, SpeculationMode
 from trtllm_dflash.engine.directory import Backend, load_session, open_engine_directory
 from trtllm_dflash.engine.session import EngineSession
 from trtllm_dflash.engine.torch_session import KernelChoice
-from trtllm_dflash.errors import EngineError, RequestError
+from trtllm_dflash.errors import ConfigError, EngineError, RequestError
 from trtllm_dflash.runtime.block_policy import CycleTable
 from trtllm_dflash.runtime.cycle_profile import CycleProfiler
 from trtllm_dflash.runtime.cycle_runner import EngineOptions, expected_graphs
@@ -400,7 +400,7 @@ def _choose_block_size(session: EngineSession, speculation: SpeculationMode, wan
         raise RequestError("speculation", speculation, "auto, on or off")
     built = session.limits.block_size
     if session.drafter_config is None and speculation == "on":
-        raise EngineError(
+        raise ConfigError(
             "speculation is on, but this engine has no drafter",
             hint="convert with --drafter and build again, or use --no-speculation",
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from trtllm_dflash.engine.session import EngineSession
-from trtllm_dflash.errors import EngineError
+from trtllm_dflash.errors import ConfigError, EngineError
 
 _CPU_SHARE, _GPU_SHARE = 0.5, 0.9
 _MIB = 2**20
@@ -70,8 +70,8 @@ def plan_memory(session: EngineSession, kv_cache_tokens: int | None, *, block_si
         block_size: the largest S that will run. graphs: CUDA graphs that will be recorded.
 
     Raises:
-        EngineError: not even one request of max_seq_len fits, or ``kv_cache_tokens`` is less than a page or more than
-            the free memory alone could hold.
+        ConfigError: ``kv_cache_tokens`` is less than a page or more than the free memory alone could hold.
+        EngineError: not even one request of max_seq_len fits.
     """
     limits = session.limits
     page_tokens, page_bytes = limits.page_tokens, session.cache_bytes_per_page()
@@ -80,14 +80,14 @@ def plan_memory(session: EngineSession, kv_cache_tokens: int | None, *, block_si
     graph_bytes = _graph_bytes(session, graphs)
     if kv_cache_tokens is not None:
         if kv_cache_tokens < page_tokens:
-            raise EngineError(
+            raise ConfigError(
                 f"kv_cache_tokens is {kv_cache_tokens}, expected at least one page of {page_tokens} tokens"
             )
         pages = kv_cache_tokens // page_tokens
         # Whoever gives a number may take all there is: the margins of our own choice do not apply.
         free_bytes = _free_bytes(session.device)
         if (pages + 1) * page_bytes > free_bytes:
-            raise EngineError(
+            raise ConfigError(
                 f"kv_cache_tokens is {kv_cache_tokens}, which take {(pages + 1) * page_bytes / _MIB:.0f} MiB; "
                 f"{free_bytes / _MIB:.0f} MiB are free",
                 hint=f"at most {max(0, free_bytes // page_bytes - 1) * page_tokens} tokens, less what else is needed",
