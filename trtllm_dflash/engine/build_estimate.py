@@ -25,7 +25,7 @@ from trtllm_dflash.engine.tensorrt_emission import heads_of_rank, linear_row_tok
 
 # Builds of 3 to 52 layers with TensorRT-RTX 1.7: fixed part, and what one layer of one profile adds.
 _PLAN_MB, _PLAN_MB_PER_LAYER, _SELECTOR_MB = 3.0, 0.65, 10.0
-_HOST_MB, _HOST_MB_PER_LAYER = 405.0, 5.5
+_HOST_MB, _HOST_MB_PER_LAYER = 405.0, 6.0
 _EMBEDDED_HOST_FACTOR = 2.2
 _MB = 1e6
 
