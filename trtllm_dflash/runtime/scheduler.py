@@ -252,11 +252,6 @@ class Scheduler:
             self._finishes.append(time.perf_counter())
             return self._take_back(request, committed_tokens)
 
-    def preempt(self, request: Request) -> None:
-        """Take slot and pages of a running request away; it waits again and goes on later exactly where it was."""
-        with self._lock:
-            self._preempt(request)
-
     def page_counts(self) -> PageCounts:
         """How many pages are in which state."""
         with self._lock:
