@@ -59,14 +59,14 @@ def test_padded_batches_change_nobodys_output(
     Pages are scarce, and slots and pages of whoever ends are another's in the next cycle.
     """
     draw = random.Random(5)
-    prompts = [[draw.choice(ACTIVE) for _ in range(draw.choice((1, 3, 20, 30, 170)))] for _ in range(24)]
+    prompts = [[draw.choice(ACTIVE) for _ in range(draw.choice((1, 3, 20, 50, 170)))] for _ in range(24)]
     each = [replace(KINDS[n % 4], seed=n, max_tokens=draw.choice((2, 5, 9, 50))) for n in range(24)]
     expected = tiny_llms(name).generate(prompts, each)
     monkeypatch.setattr(cycle_runner, "GraphPool", _Pool)
     with LLM(
-        tiny_engines(name, max_batch_size=8),
+        tiny_engines(name, max_batch_size=8, max_num_tokens=24),
         device="cpu",
-        kv_cache_tokens=32 * 9,
+        kv_cache_tokens=32 * 20,
         options=EngineOptions(graphs=True, overlap=True),
     ) as llm:
         found = llm.generate(prompts, each)

@@ -124,13 +124,8 @@ class Engine:
             limits=limits,
         )
         session.allocate_caches(num_pages)
-        self._state = SlotState(
-            slots=built.max_batch_size,
-            history_length=built.max_seq_len + built.block_size,
-            pages_per_request=_pages(built.max_seq_len, built.page_tokens),
-            scratch_page=num_pages,
-            vocab_size=session.target_config.vocab_size,
-            device=session.device,
+        self._state = SlotState.of_limits(
+            built, vocab_size=session.target_config.vocab_size, scratch_page=num_pages, device=session.device
         )
         options = options or EngineOptions()
         on_gpu = session.device.type == "cuda"
