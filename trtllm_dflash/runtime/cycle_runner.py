@@ -165,6 +165,8 @@ class CycleRunner:
             return
         for bucket in self.buckets():
             self.graph(bucket, block_size, SamplingMode())
+        # Each was run once on the recording stream, whose memory nobody else is given.
+        torch.cuda.empty_cache()
 
     def buckets(self) -> list[int]:
         """Every batch size that batches are padded to, ascending."""

@@ -32,7 +32,7 @@ class CachePlan:
         num_pages, page_tokens: of both caches. cache_bytes: both caches, every layer.
         full_requests: requests of max_seq_len that the pages hold together.
         weight_bytes: weights and tables; what target and drafter share counts once.
-        state_bytes: what is kept per slot. pass_bytes: activations and logits of the largest pass.
+        state_bytes: what is kept per slot. pass_bytes: activations and logits of the largest passes.
         graph_bytes: recorded CUDA graphs and what libraries keep on the device.
     """
 
@@ -61,7 +61,7 @@ class CachePlan:
             ("weights", self.weight_bytes),
             (f"KV caches of {self.tokens} tokens ({self.full_requests} whole sequences)", self.cache_bytes),
             ("slots", self.state_bytes),
-            ("largest pass", self.pass_bytes),
+            ("largest passes", self.pass_bytes),
             ("graphs and libraries", self.graph_bytes),
         )
         listed = ", ".join(f"{name} {size / _MIB:.0f}" for name, size in parts if size)
@@ -81,7 +81,7 @@ def plan_memory(session: EngineSession, kv_cache_tokens: int | None, *, block_si
     limits = session.limits
     page_tokens, page_bytes = limits.page_tokens, session.cache_bytes_per_page()
     per_request = -(-limits.max_seq_len // page_tokens)
-    state, passes = _state_bytes(session, limits), _pass_bytes(session, limits, block_size)
+    state, passes = _state_bytes(session, limits), _pass_bytes(session, limits, block_size, graphs)
     graph_bytes = _graph_bytes(session, graphs)
     if kv_cache_tokens is not None:
         if kv_cache_tokens < page_tokens:
@@ -109,7 +109,7 @@ def plan_memory(session: EngineSession, kv_cache_tokens: int | None, *, block_si
 
             def excess(max_batch_size: int) -> int:
                 less = replace(limits, max_batch_size=max_batch_size)
-                taken = _state_bytes(session, less) + _pass_bytes(session, less, block_size) + graph_bytes
+                taken = _state_bytes(session, less) + _pass_bytes(session, less, block_size, graphs) + graph_bytes
                 return taken + (per_request + 1) * page_bytes - usable
 
             batch = bisect_left(range(1, limits.max_batch_size + 1), 1, key=excess)
@@ -117,7 +117,7 @@ def plan_memory(session: EngineSession, kv_cache_tokens: int | None, *, block_si
             raise EngineError(
                 f"{affordable} KV cache pages fit in free memory, one request of max_seq_len {limits.max_seq_len} "
                 f"needs {per_request} ({per_request * page_bytes / _MIB:.0f} MiB): of {usable / _MIB:.0f} MiB that may "
-                f"be taken, slots need {state / _MIB:.0f} MiB, the largest pass {passes / _MIB:.0f} MiB and graphs "
+                f"be taken, slots need {state / _MIB:.0f} MiB, the largest passes {passes / _MIB:.0f} MiB and graphs "
                 f"{graph_bytes / _MIB:.0f} MiB",
                 hint=f"free memory, or build with {smaller}",
             )
@@ -138,8 +138,9 @@ def _state_bytes(session: EngineSession, limits: BuildLimits) -> int:
     return SlotState.of_limits(limits, vocab_size=vocab_size, scratch_page=0, device=torch.device("meta")).bytes
 
 
-def _pass_bytes(session: EngineSession, limits: BuildLimits, block_size: int) -> int:
-    """The larger of the largest prefill and the largest verification with its draft."""
+def _pass_bytes(session: EngineSession, limits: BuildLimits, block_size: int, graphs: int) -> int:
+    """The larger of the largest prefill and the largest verification with its draft; with graphs both, because what
+    recorded cycles use is kept for them alone."""
     target, drafter = session.target_config, session.drafter_config
     width = 2 if target.dtype != "float32" else 4
     captured = 0 if drafter is None else 2 * len(drafter.target_layer_ids) * target.hidden_size
@@ -152,7 +153,7 @@ def _pass_bytes(session: EngineSession, limits: BuildLimits, block_size: int) ->
     if drafter is not None and block_size > 1:
         verify += rows * target.vocab_size * width
     prefill = limits.max_num_tokens * per_token + min(limits.max_batch_size, limits.max_num_tokens) * logits
-    return max(verify, prefill)
+    return verify + prefill if graphs else max(verify, prefill)
 
 
 def _graph_bytes(session: EngineSession, graphs: int) -> int:
