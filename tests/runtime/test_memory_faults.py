@@ -106,6 +106,26 @@ def test_an_engine_without_memory_for_a_prefill_does_not_start(
     assert "--max-num-tokens" in (caught.value.hint or "")
 
 
+@pytest.mark.fault("out of memory in a recording")
+def test_an_engine_without_memory_for_its_graphs_does_not_start(
+    tiny_engines: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Pool:
+        def __init__(self, device: torch.device) -> None:
+            self.recorded = 0
+
+        def capture(self, function: Callable[[], object]) -> object:
+            self.recorded += 1
+            if self.recorded > 3:
+                raise torch.OutOfMemoryError("out of memory: tried to allocate 20.00 GiB")
+            return function()
+
+    monkeypatch.setattr(cycle_runner, "GraphPool", Pool)
+    with pytest.raises(EngineError, match="no memory left to record a cycle of 8 requests") as caught:
+        LLM(tiny_engines("llama-v2"), device="cpu", options=EngineOptions(graphs=True))
+    assert "--max-batch-size" in (caught.value.hint or "")
+
+
 @pytest.mark.fault("out of pages")
 def test_deadline_passes_while_waiting_for_pages_and_while_running(tiny_engines: Callable) -> None:
     streams = Streams()
