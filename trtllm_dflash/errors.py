@@ -39,6 +39,14 @@ class EngineError(DFlashError):
     """An engine could not be loaded or failed while running."""
 
 
+def shown(value: object) -> str:
+    """``value`` as messages show it; Python itself prints no integer of more than a few thousand digits."""
+    try:
+        return repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
+
+
 class RequestError(DFlashError):
     """A request is invalid. Names the field, the value given and the allowed range.
 
@@ -51,7 +59,7 @@ class RequestError(DFlashError):
     exit_code = 2
 
     def __init__(self, field: str, value: object, allowed: str, *, hint: str | None = None) -> None:
-        super().__init__(f"{field}: got {value!r}, expected {allowed}", hint=hint)
+        super().__init__(f"{field}: got {shown(value)}, expected {allowed}", hint=hint)
         self.field = field
         self.value = value
         self.allowed = allowed

@@ -52,6 +52,17 @@ def test_refused_by_field_value_and_range(field: str, values: list[Any]) -> None
         assert caught.value.allowed
 
 
+@pytest.mark.parametrize("digits", [400, 5000])
+@pytest.mark.parametrize(
+    "field", ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "seed", "bias", "biased id"]
+)
+def test_numbers_that_no_float_holds_and_python_does_not_print(field: str, digits: int) -> None:
+    number = 10**digits
+    values: dict[str, Any] = {"bias": {7: number}, "biased id": {"9" * digits: 1.0}}
+    with pytest.raises(RequestError, match=r"^\w+: got .*expected"):
+        SamplingParams(**({"logit_bias": values[field]} if field in values else {field: number}))
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -89,6 +100,8 @@ def test_min_tokens_above_max_tokens() -> None:
     with pytest.raises(RequestError, match=r"min_tokens: got 9, expected an integer in \[0, max_tokens = 8\]"):
         SamplingParams(max_tokens=8, min_tokens=9)
     assert SamplingParams(max_tokens=None, min_tokens=9).min_tokens == 9
+    with pytest.raises(RequestError, match=r"^min_tokens: got a number of thousands of digits"):
+        SamplingParams(max_tokens=10**5000, min_tokens=10**5001)
 
 
 anything = st.one_of(

@@ -146,7 +146,14 @@ def test_registry() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [(None, "no such file"), ("{", "line 1: not valid JSON"), ("[1]", "found a JSON list")]
+    ("content", "words"),
+    [
+        (None, "no such file"),
+        ("{", "line 1: not valid JSON"),
+        ("[1]", "found a JSON list"),
+        pytest.param('{"hidden_size": ' + "9" * 5000 + "}", "cannot be read as JSON: .*digits", id="number"),
+        pytest.param("[" * 100_000, "cannot be read as JSON: .*recursion", id="depth"),
+    ],
 )
 def test_unreadable_file(tmp_path: Path, content: str | None, words: str) -> None:
     if content is not None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import MethodType
 
 import pytest
 import torch
 from gpu_pair import LIMITS, gpu_session, tokenizer_directory
 
 from trtllm_dflash.config.sampling import SamplingParams
-from trtllm_dflash.engine.session import DraftInputs, DraftOutputs, TargetInputs
+from trtllm_dflash.engine.session import DraftInputs, DraftOutputs, TargetInputs, TargetOutputs
 from trtllm_dflash.engine.torch_session import TorchSession
 from trtllm_dflash.ops.plugin_library import find_library
 from trtllm_dflash.ops.torch_dense import Fp8Matrix, fp8_linear, quantize_rows
@@ -95,10 +96,23 @@ def test_networks_on_kernels_equal_the_torch_definitions(kind: str, dtype: str) 
         assert all(abs(mine[token] - theirs[token]) < TOLERANCE for token in common)
 
 
+def _lag(session: TorchSession) -> None:
+    """Every pass of the target starts late, so that the host is far ahead with what it wrote for the passes after."""
+    real = session.target
+
+    def target(self: object, inputs: TargetInputs) -> TargetOutputs:
+        torch.cuda._sleep(2_000_000)
+        return real(inputs)
+
+    session.target = MethodType(target, session)  # type: ignore[method-assign]
+
+
 def _tokens(kind: str, params: list[SamplingParams], **arguments: object) -> list[tuple[int, ...]]:
     draw = random.Random(1)
     prompts = [[draw.randrange(3, 500) for _ in range(draw.randrange(1, 120))] for _ in params]
     session = gpu_session(kind, "bfloat16", kernels="plugins")
+    if arguments.pop("lagging", False):
+        _lag(session)
     speculation = arguments.pop("speculation", "on")
     options = EngineOptions(**arguments)  # type: ignore[arg-type]
     with LLM.of_session(
@@ -137,6 +151,14 @@ def test_graphs_and_overlap_change_no_token(kind: str) -> None:
     assert _tokens(kind, params[:1], graphs=True, overlap=True) == _tokens(kind, params[:1], graphs=False)
     assert _tokens(kind, params[1:2], graphs=True, overlap=True) == _tokens(kind, params[1:2], graphs=False)
     assert _tokens(kind, params[3:4], graphs=True, overlap=True) == _tokens(kind, params[3:4], graphs=False)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_device_that_lags_behind_the_host_changes_no_token(graphs: bool) -> None:
+    """Slots, pages and batches of later passes are written by the host while earlier passes wait."""
+    for params in ([GREEDY], [EVERYTHING]):
+        expected = _tokens("llama-v2", params, graphs=False, overlap=False)
+        assert _tokens("llama-v2", params, graphs=graphs, overlap=True, lagging=True) == expected
 
 
 def test_adaptive_blocks_end_where_fixed_ones_do() -> None:

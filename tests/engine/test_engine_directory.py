@@ -150,6 +150,16 @@ def test_ranks_that_the_torch_backend_cannot_run(tiny_pairs: Callable, tmp_path:
         build(tmp_path / "checkpoint", tmp_path / "engines", backend="torch")
 
 
+@pytest.mark.parametrize("backend", ["torch", "tensorrt", "tensorrt-rtx"])
+def test_an_engine_of_several_ranks_does_not_load(engines: Path, backend: str) -> None:
+    """One rank of it would answer with a part of the sums, and ranks that draw on their own would drift apart."""
+    file = engines / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"backend": backend, "tp_size": 2}))
+    with pytest.raises(EngineError, match="built for 2 ranks") as caught:
+        load_session(engines, device="cpu")
+    assert "--tp-size 1" in (caught.value.hint or "")
+
+
 def test_damaged_checkpoint_is_not_built(tiny_checkpoints: Callable, tmp_path: Path) -> None:
     shutil.copytree(tiny_checkpoints("llama-v2"), tmp_path / "checkpoint")
     file = tmp_path / "checkpoint" / "target" / "rank0.safetensors"

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from trtllm_dflash.config.sampling import SamplingParams
 from trtllm_dflash.engine.directory import load_session
 from trtllm_dflash.engine.torch_session import TorchSession
-from trtllm_dflash.runtime.cycle import draft_verify_cycle, prepare
+from trtllm_dflash.runtime.cycle import draft_verify_cycle, flat_slots, prepare
 from trtllm_dflash.runtime.prefill import plan_chunks, run_prefill
 from trtllm_dflash.runtime.request import Request, RequestSpec
 from trtllm_dflash.runtime.slots import SamplingMode, SlotState
@@ -157,3 +157,14 @@ def test_padding_of_short_blocks_changes_no_committed_position(tiny_engines: Cal
     for old, new in zip(before, after, strict=True):
         rows = (old[:-1] != new[:-1]).flatten(0, 1).flatten(1).any(-1).nonzero().flatten().tolist()
         assert set(rows) <= allowed
+
+
+def test_cache_rows_beyond_32_bits(tiny_engines: Callable) -> None:
+    """A pool may have more rows than an int32 counts."""
+    session = load_session(tiny_engines("llama-v2"), device="cpu")
+    assert session.limits.page_tokens == 32
+    pages = torch.tensor([[5, 2**27], [2**31, 2**33 - 1]])
+    positions = torch.tensor([[31, 33, 34], [1, 63, 64]])
+    exists = torch.tensor([[True, True, True], [True, True, False]])
+    expected = [[5 * 32 + 31, 2**32 + 1, 2**32 + 2], [2**36 + 1, 2**38 - 1, -1]]
+    assert flat_slots(session, pages, positions, exists).tolist() == expected

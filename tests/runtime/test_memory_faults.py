@@ -15,10 +15,15 @@ from collected_streams import Streams
 from tiny_pair import ACTIVE
 
 from trtllm_dflash.config.sampling import SamplingParams
+from trtllm_dflash.engine.directory import load_session
 from trtllm_dflash.engine.session import TargetInputs, TargetOutputs
-from trtllm_dflash.errors import QueueFullError
+from trtllm_dflash.engine.torch_session import TorchSession
+from trtllm_dflash.errors import EngineError, QueueFullError
+from trtllm_dflash.runtime import cycle_runner
+from trtllm_dflash.runtime.cycle_runner import EngineOptions
 from trtllm_dflash.runtime.llm import LLM
 from trtllm_dflash.runtime.outputs import OutputChunk
+from trtllm_dflash.runtime.prefill import run_largest_prefill
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 
@@ -51,6 +56,74 @@ def test_out_of_memory_in_a_shared_prefill_pass(tiny_engines: Callable, tiny_llm
         assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
         assert stats.counters["requests_failed"] == 1
         assert llm.generate(prompts[0], GREEDY)[0].token_ids == expected[0].token_ids
+
+
+@pytest.mark.fault("out of memory in prefill")
+@pytest.mark.parametrize("limits", [(16, 256), (4, 40), (3, 1000)], ids=str)
+def test_the_largest_prefill_runs_before_anything_is_served(tiny_engines: Callable, limits: tuple[int, int]) -> None:
+    """As many tokens as a pass may have, in requests that exist; no page that anybody will own is touched."""
+    max_batch_size, max_num_tokens = limits
+    session = load_session(
+        tiny_engines("llama-v2", max_batch_size=max_batch_size, max_num_tokens=max_num_tokens), device="cpu"
+    )
+    assert isinstance(session, TorchSession)
+    session.allocate_caches(2)
+    real, seen = session.target, []
+
+    def target(self: object, inputs: TargetInputs) -> TargetOutputs:
+        seen.append(inputs)
+        return real(inputs)
+
+    session.target = MethodType(target, session)  # type: ignore[method-assign]
+    run_largest_prefill(session, 2)
+    (inputs,) = seen
+    wanted = min(max_num_tokens, max_batch_size * session.limits.max_seq_len)
+    assert wanted - max_batch_size < inputs.input_ids.shape[0] <= wanted
+    assert inputs.max_query <= session.limits.max_seq_len
+    assert inputs.logit_rows is not None
+    assert inputs.logit_rows.shape == (max_batch_size,)
+    assert set((inputs.slots // session.limits.page_tokens).tolist()) == {2}
+    for cache in (*session.target_caches, *session.drafter_caches):
+        assert not bool(cache.k.any() or cache.v.any())
+
+
+@pytest.mark.fault("out of memory in prefill")
+def test_an_engine_without_memory_for_a_prefill_does_not_start(
+    tiny_engines: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = tiny_engines("llama-v2")
+    session = load_session(engines, device="cpu")
+
+    def target(self: object, inputs: TargetInputs) -> TargetOutputs:
+        raise torch.OutOfMemoryError("out of memory: tried to allocate 20.00 GiB")
+
+    monkeypatch.setattr(session, "target", MethodType(target, session))
+    # Without a GPU nothing is recorded, and a prefill takes what it needs when it runs.
+    monkeypatch.setattr(cycle_runner.CycleRunner, "__init__", lambda *_, **__: None)
+    monkeypatch.setattr(cycle_runner.CycleRunner, "warm_up", lambda *_: None)
+    with pytest.raises(EngineError, match="no memory left for a prefill of 64 tokens") as caught:
+        LLM.of_session(session, engines / "tokenizer", options=EngineOptions(graphs=True))
+    assert "--max-num-tokens" in (caught.value.hint or "")
+
+
+@pytest.mark.fault("out of memory in a recording")
+def test_an_engine_without_memory_for_its_graphs_does_not_start(
+    tiny_engines: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Pool:
+        def __init__(self, device: torch.device) -> None:
+            self.recorded = 0
+
+        def capture(self, function: Callable[[], object]) -> object:
+            self.recorded += 1
+            if self.recorded > 3:
+                raise torch.OutOfMemoryError("out of memory: tried to allocate 20.00 GiB")
+            return function()
+
+    monkeypatch.setattr(cycle_runner, "GraphPool", Pool)
+    with pytest.raises(EngineError, match="no memory left to record a cycle of 8 requests") as caught:
+        LLM(tiny_engines("llama-v2"), device="cpu", options=EngineOptions(graphs=True))
+    assert "--max-batch-size" in (caught.value.hint or "")
 
 
 @pytest.mark.fault("out of pages")

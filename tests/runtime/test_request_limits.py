@@ -22,6 +22,7 @@ from trtllm_dflash.errors import RequestError
         ("deadline_s", float("inf")),
         ("deadline_s", float("nan")),
         ("deadline_s", "soon"),
+        pytest.param("deadline_s", 10**400, id="deadline_s-no float"),
         ("cache_salt", ""),
         ("cache_salt", "x" * 257),
         ("cache_salt", 5),

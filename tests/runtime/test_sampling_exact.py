@@ -117,3 +117,17 @@ def test_walk_is_accepted_at_its_realised_probability(tiny_llms: Callable) -> No
         rates.append(accepted / sum(output.metrics.cycles for output in outputs))
     # Kept drafts per cycle lie in [0, 5] with a deviation below 2; 400 requests run at least 1,000 cycles.
     assert abs(rates[0] - rates[1]) < 4 * 2 * (2 / 1000) ** 0.5
+
+
+@pytest.mark.parametrize("name", ["llama-v2", "qwen3-v1"])
+def test_sampling_keeps_most_of_the_acceptance(tiny_llms: Callable, name: str) -> None:
+    """The output would be right with any proposals; these must stay worth verifying when they are drawn."""
+    llm = tiny_llms(name)
+    lengths = []
+    for temperature in (0.0, 0.3):
+        each = [SamplingParams(temperature=temperature, max_tokens=40, ignore_eos=True, seed=n) for n in range(32)]
+        metrics = [output.metrics for output in llm.generate(["hello d", "abc", "x y z", "日本é"] * 8, each)]
+        lengths.append(sum(m.completion_tokens - 1 for m in metrics) / sum(m.cycles for m in metrics))
+    greedy, sampled = lengths
+    assert sampled >= 0.7 * greedy
+    assert greedy > 1.5

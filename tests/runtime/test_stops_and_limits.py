@@ -74,6 +74,12 @@ def test_max_tokens_beyond_max_seq_len_ends_there(tiny_llms: Callable) -> None:
     )
 
 
+def test_a_max_tokens_of_thousands_of_digits_is_cut_like_any_other(tiny_llms: Callable) -> None:
+    output = tiny_llms("llama-v2").generate([ACTIVE[1]] * 250, replace(BASE, max_tokens=10**5000))[0]
+    assert (len(output.token_ids), output.finish_reason) == (6, "length")
+    assert output.warnings[0].startswith("max_tokens: got a number of thousands of digits, cut to 6")
+
+
 def test_only_an_output_that_was_cut_says_so(tiny_llms: Callable) -> None:
     """Neither a max_tokens that fits, nor as many as fit, nor one that did not fit but was not reached either."""
     llm = tiny_llms("llama-v2")

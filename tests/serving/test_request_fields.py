@@ -92,6 +92,7 @@ def test_neutral_values_of_unsupported_inputs_are_accepted() -> None:
         ("max_tokens", True),
         ("temperature", float("nan")),
         ("temperature", float("inf")),
+        pytest.param("temperature", 10**400, id="temperature-no float"),
         ("stream", "yes"),
         ("input_ids", [5]),
     ],

@@ -159,6 +159,8 @@ def read_json(file: Path) -> JsonObject:
         raise ConfigError(f"{file}: is not UTF-8 text, expected JSON") from None
     except json.JSONDecodeError as problem:
         raise ConfigError(f"{file}: line {problem.lineno}: not valid JSON: {problem.msg}") from None
+    except (ValueError, RecursionError) as problem:
+        raise ConfigError(f"{file}: cannot be read as JSON: {problem}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{file}: found a JSON {type(data).__name__}, expected an object")
     return JsonObject(data, file)

@@ -9,11 +9,14 @@ from numbers import Integral, Real
 from typing import Literal
 
 from trtllm_dflash.config.structured_output import StructuredOutput
-from trtllm_dflash.errors import RequestError
+from trtllm_dflash.errors import RequestError, shown
 
 MAX_SEED = 2**64 - 1
 GREEDY_BELOW = 1e-3
 """Temperatures below this are greedy: dividing logits by them would leave float32, and clients mean 0 by them."""
+
+# More than any 64-bit number has; int() would refuse a few thousand with an error of its own.
+_MAX_ID_DIGITS = 20
 
 SpeculationMode = Literal["auto", "on", "off"]
 """``auto``: with a drafter, as far as it pays; ``on``: always the whole block; ``off``: plain decoding."""
@@ -96,7 +99,9 @@ class SamplingParams:
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError("min_tokens", self.min_tokens, f"an integer in [0, max_tokens = {self.max_tokens}]")
+            raise RequestError(
+                "min_tokens", self.min_tokens, f"an integer in [0, max_tokens = {shown(self.max_tokens)}]"
+            )
 
 
 def _integer(name: str, value: object, minimum: int, maximum: int | None = None, *, words: str | None = None) -> int:
@@ -115,7 +120,10 @@ def _number(
 ) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise RequestError(name, value, words)
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number) or not low <= number <= high or (above_low and number == low):
         raise RequestError(name, value, words)
     return number
@@ -143,7 +151,7 @@ def _logit_bias(value: object) -> dict[int, float]:
     biases: dict[int, float] = {}
     for key, bias in value.items():
         # JSON objects have string keys; anything that is not plain digits is a mistake, "-1" and "1.0" included.
-        is_digits = isinstance(key, str) and key.isascii() and key.isdigit()
+        is_digits = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= _MAX_ID_DIGITS
         token_id = _integer("logit_bias", int(key) if is_digits else key, 0, words="token ids (integers >= 0) as keys")
         if token_id in biases:
             raise RequestError("logit_bias", key, "each token id once")

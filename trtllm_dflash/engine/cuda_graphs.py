@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 import torch
@@ -52,8 +53,12 @@ class GraphPool:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 result = function()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                # The capture is lost as well, and says so; what broke it is the error to report.
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         current.wait_stream(self._stream)
         self.captured += 1
         return CapturedGraph(graph, result)

@@ -44,6 +44,11 @@ def open_tensorrt_session(engine: EngineDirectory, device: torch.device, *, grap
         EngineError: no GPU, another TensorRT or GPU than the plans are for, several ranks, or a damaged plan.
         BuildError: TensorRT is missing or another version, or does not load the plugin library.
     """
+    if engine.tp_size != 1:
+        raise EngineError(
+            f"{engine.path}: built for {engine.tp_size} ranks; this version runs plans of one rank",
+            hint="convert with --tp-size 1",
+        )
     facts = engine.tensorrt
     if facts is None:
         raise EngineError(f"{engine.path}: config.json does not say what built its plans", hint="build it again")
@@ -51,11 +56,6 @@ def open_tensorrt_session(engine: EngineDirectory, device: torch.device, *, grap
         raise EngineError(
             f"{engine.path}: its TensorRT plans need a CUDA GPU, and the device is {device}",
             hint="build with --backend torch to run on this machine; inspect shows what the plans hold",
-        )
-    if engine.tp_size != 1:
-        raise EngineError(
-            f"{engine.path}: built for {engine.tp_size} ranks; this version runs plans of one rank",
-            hint="convert with --tp-size 1",
         )
     library = load_tensorrt(check_backend(engine.backend))
     if facts.plugin_library is not None:

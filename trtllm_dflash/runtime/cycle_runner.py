@@ -19,6 +19,7 @@ from torch import Tensor
 
 from trtllm_dflash.engine.cuda_graphs import CapturedGraph, GraphPool
 from trtllm_dflash.engine.session import EngineSession
+from trtllm_dflash.errors import EngineError
 from trtllm_dflash.runtime.cycle import CycleResult, Masks, draft_verify_cycle
 from trtllm_dflash.runtime.launch_trace import LaunchTrace
 from trtllm_dflash.runtime.slots import SamplingMode, SlotState, upload
@@ -160,11 +161,23 @@ class CycleRunner:
         return next((size for size in _BUCKETS if size >= batch), -(-batch // 64) * 64)
 
     def warm_up(self, block_size: int) -> None:
-        """Record the graphs of every batch bucket at ``block_size``, so that no request waits for a recording."""
+        """Record the graphs of every batch bucket at ``block_size``, so that no request waits for a recording.
+
+        Raises:
+            EngineError: there is not enough memory.
+        """
         if self._pool is None:
             return
         for bucket in self.buckets():
-            self.graph(bucket, block_size, SamplingMode())
+            try:
+                self.graph(bucket, block_size, SamplingMode())
+            except torch.OutOfMemoryError as error:
+                raise EngineError(
+                    f"there is no memory left to record a cycle of {bucket} requests",
+                    hint="give the engine a smaller KV cache, or build with a smaller --max-batch-size",
+                ) from error
+        # Each was run once on the recording stream, whose memory nobody else is given.
+        torch.cuda.empty_cache()
 
     def buckets(self) -> list[int]:
         """Every batch size that batches are padded to, ascending."""

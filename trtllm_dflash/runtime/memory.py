@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from trtllm_dflash.config.pairing import BuildLimits
 from trtllm_dflash.engine.session import EngineSession
 from trtllm_dflash.errors import ConfigError, EngineError
+from trtllm_dflash.runtime.slots import SlotState
 
 _CPU_SHARE, _GPU_SHARE = 0.5, 0.9
 _MIB = 2**20
@@ -27,14 +30,16 @@ class CachePlan:
 
     Attributes:
         num_pages, page_tokens: of both caches. cache_bytes: both caches, every layer.
+        full_requests: requests of max_seq_len that the pages hold together.
         weight_bytes: weights and tables; what target and drafter share counts once.
-        state_bytes: what is kept per slot. pass_bytes: activations and logits of the largest pass.
+        state_bytes: what is kept per slot. pass_bytes: activations and logits of the largest passes.
         graph_bytes: recorded CUDA graphs and what libraries keep on the device.
     """
 
     num_pages: int
     page_tokens: int
     cache_bytes: int
+    full_requests: int
     weight_bytes: int = 0
     state_bytes: int = 0
     pass_bytes: int = 0
@@ -54,9 +59,9 @@ class CachePlan:
         """The plan on one line."""
         parts = (
             ("weights", self.weight_bytes),
-            (f"KV caches of {self.tokens} tokens", self.cache_bytes),
+            (f"KV caches of {self.tokens} tokens ({self.full_requests} whole sequences)", self.cache_bytes),
             ("slots", self.state_bytes),
-            ("largest pass", self.pass_bytes),
+            ("largest passes", self.pass_bytes),
             ("graphs and libraries", self.graph_bytes),
         )
         listed = ", ".join(f"{name} {size / _MIB:.0f}" for name, size in parts if size)
@@ -76,7 +81,7 @@ def plan_memory(session: EngineSession, kv_cache_tokens: int | None, *, block_si
     limits = session.limits
     page_tokens, page_bytes = limits.page_tokens, session.cache_bytes_per_page()
     per_request = -(-limits.max_seq_len // page_tokens)
-    state, passes = _state_bytes(session), _pass_bytes(session, block_size)
+    state, passes = _state_bytes(session, limits), _pass_bytes(session, limits, block_size, graphs)
     graph_bytes = _graph_bytes(session, graphs)
     if kv_cache_tokens is not None:
         if kv_cache_tokens < page_tokens:
@@ -93,30 +98,50 @@ def plan_memory(session: EngineSession, kv_cache_tokens: int | None, *, block_si
                 hint=f"at most {max(0, free_bytes // page_bytes - 1) * page_tokens} tokens, less what else is needed",
             )
     else:
-        affordable = max(0, _usable_bytes(session.device) - state - passes - graph_bytes) // page_bytes
+        usable = _usable_bytes(session.device)
+        # One page more is taken for rows that are dropped.
+        affordable = max(0, (usable - state - passes - graph_bytes) // page_bytes - 1)
         wanted = limits.max_batch_size * per_request
         if session.device.type != "cuda":
             wanted = min(wanted, max(per_request, _CPU_CACHE_BYTES // page_bytes))
         pages = min(wanted, affordable)
         if pages < per_request:
+
+            def excess(max_batch_size: int) -> int:
+                less = replace(limits, max_batch_size=max_batch_size)
+                taken = _state_bytes(session, less) + _pass_bytes(session, less, block_size, graphs) + graph_bytes
+                return taken + (per_request + 1) * page_bytes - usable
+
+            batch = bisect_left(range(1, limits.max_batch_size + 1), 1, key=excess)
+            smaller = f"--max-batch-size {batch}" if batch else "a smaller --max-seq-len or --max-num-tokens"
             raise EngineError(
                 f"{affordable} KV cache pages fit in free memory, one request of max_seq_len {limits.max_seq_len} "
-                f"needs {per_request} ({per_request * page_bytes / _MIB:.0f} MiB)",
-                hint="free memory, or build with a smaller --max-seq-len",
+                f"needs {per_request} ({per_request * page_bytes / _MIB:.0f} MiB): of {usable / _MIB:.0f} MiB that may "
+                f"be taken, slots need {state / _MIB:.0f} MiB, the largest passes {passes / _MIB:.0f} MiB and graphs "
+                f"{graph_bytes / _MIB:.0f} MiB",
+                hint=f"free memory, or build with {smaller}",
             )
-    return CachePlan(pages, page_tokens, (pages + 1) * page_bytes, session.weight_bytes(), state, passes, graph_bytes)
+    return CachePlan(
+        num_pages=pages,
+        page_tokens=page_tokens,
+        cache_bytes=(pages + 1) * page_bytes,
+        full_requests=pages // per_request,
+        weight_bytes=session.weight_bytes(),
+        state_bytes=state,
+        pass_bytes=passes,
+        graph_bytes=graph_bytes,
+    )
 
 
-def _state_bytes(session: EngineSession) -> int:
-    """Penalty counts are int32 and prompt flags bytes, per slot and token id; the history is int64."""
-    limits = session.limits
-    per_slot = 5 * session.target_config.vocab_size + 8 * (limits.max_seq_len + limits.block_size)
-    return (limits.max_batch_size + 1) * per_slot
+def _state_bytes(session: EngineSession, limits: BuildLimits) -> int:
+    vocab_size = session.target_config.vocab_size
+    return SlotState.of_limits(limits, vocab_size=vocab_size, scratch_page=0, device=torch.device("meta")).bytes
 
 
-def _pass_bytes(session: EngineSession, block_size: int) -> int:
-    """The larger of the largest prefill and the largest verification with its draft."""
-    target, drafter, limits = session.target_config, session.drafter_config, session.limits
+def _pass_bytes(session: EngineSession, limits: BuildLimits, block_size: int, graphs: int) -> int:
+    """The larger of the largest prefill and the largest verification with its draft; with graphs both, because what
+    recorded cycles use is kept for them alone."""
+    target, drafter = session.target_config, session.drafter_config
     width = 2 if target.dtype != "float32" else 4
     captured = 0 if drafter is None else 2 * len(drafter.target_layer_ids) * target.hidden_size
     qkv = (target.num_heads + 2 * target.num_kv_heads) * target.head_dim
@@ -128,7 +153,7 @@ def _pass_bytes(session: EngineSession, block_size: int) -> int:
     if drafter is not None and block_size > 1:
         verify += rows * target.vocab_size * width
     prefill = limits.max_num_tokens * per_token + min(limits.max_batch_size, limits.max_num_tokens) * logits
-    return max(verify, prefill)
+    return verify + prefill if graphs else max(verify, prefill)
 
 
 def _graph_bytes(session: EngineSession, graphs: int) -> int:

@@ -116,3 +116,42 @@ def _advance(chunks: Sequence[PrefillChunk]) -> None:
     """Only after everything succeeded, so that a failed pass can be run again."""
     for chunk in chunks:
         chunk.request.prefilled += chunk.count
+
+
+@torch.inference_mode()
+def run_largest_prefill(session: EngineSession, scratch_page: int) -> None:
+    """Run the largest pass that prompts will ever need, over the scratch page, and leave that page zeroed.
+
+    An engine without the memory for it must not start: it would take requests and fail the first long prompts.
+
+    Raises:
+        EngineError: there is not enough memory.
+    """
+    limits, device = session.limits, session.device
+    requests = min(limits.max_batch_size, limits.max_num_tokens)
+    count = min(limits.max_num_tokens // requests, limits.max_seq_len)
+    positions = torch.arange(count, device=device).repeat(requests)
+    slots = scratch_page * limits.page_tokens + positions % limits.page_tokens
+    columns = -(-count // limits.page_tokens)
+    starts = torch.arange(requests + 1, device=device) * count
+    try:
+        outputs = session.target(
+            TargetInputs(
+                input_ids=torch.zeros_like(positions),
+                positions=positions,
+                slots=slots,
+                page_table=torch.full((requests, columns), scratch_page, device=device),
+                context_lengths=torch.zeros(requests, dtype=torch.int64, device=device),
+                query_starts=starts,
+                logit_rows=starts[1:] - 1,
+                max_query=count,
+            )
+        )
+        if session.drafter_config is not None:
+            session.inject(outputs.features, positions, slots)
+    except torch.OutOfMemoryError as error:
+        raise EngineError(
+            f"there is no memory left for a prefill of {requests * count} tokens, the most that one pass may take",
+            hint="give the engine a smaller KV cache, or build with a smaller --max-num-tokens",
+        ) from error
+    session.clear_pages([scratch_page])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 from numbers import Integral, Real
 
 from trtllm_dflash.config.sampling import SamplingParams
-from trtllm_dflash.errors import RequestError
+from trtllm_dflash.errors import RequestError, shown
 from trtllm_dflash.runtime.slots import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIAS_IDS, MAX_STOP_IDS
 
 MAX_PRIORITY = 10
@@ -25,7 +25,8 @@ def checked_deadline(value: float | None) -> float | None:
     """Seconds, or None. Raises ``RequestError``."""
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= sys.float_info.max:
         raise RequestError("deadline_s", value, "a finite number of seconds > 0, or None")
     return float(value)
 
@@ -83,8 +84,9 @@ def output_room(
 def cut_warning(prompt_tokens: int, max_tokens: int, room: int) -> str:
     """What an output says that ended because ``max_tokens`` had been cut to ``room``."""
     return (
-        f"max_tokens: got {max_tokens}, cut to {room}: the sequence is full (max_seq_len {prompt_tokens + room}, of "
-        f"which the prompt has {prompt_tokens}); build the engine with a larger --max-seq-len for longer outputs"
+        f"max_tokens: got {shown(max_tokens)}, cut to {room}: the sequence is full (max_seq_len "
+        f"{prompt_tokens + room}, of which the prompt has {prompt_tokens}); build the engine with a larger "
+        "--max-seq-len for longer outputs"
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from trtllm_dflash.config.pairing import BuildLimits
 from trtllm_dflash.config.sampling import SamplingParams
 from trtllm_dflash.ops import cuda_cycle
 
@@ -175,6 +176,18 @@ class SlotState:
         self.history = ints(rows, history_length)
         self.output_counts = torch.zeros(rows, vocab_size, dtype=torch.int32, device=device)
         self.prompt_seen = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device)
+
+    @classmethod
+    def of_limits(cls, limits: BuildLimits, *, vocab_size: int, scratch_page: int, device: torch.device) -> SlotState:
+        """The state of an engine with these limits; on device ``meta`` it takes nothing and only knows its size."""
+        return cls(
+            slots=limits.max_batch_size,
+            history_length=limits.max_seq_len + limits.block_size,
+            pages_per_request=-(-limits.max_seq_len // limits.page_tokens),
+            scratch_page=scratch_page,
+            vocab_size=vocab_size,
+            device=device,
+        )
 
     @property
     def bytes(self) -> int:

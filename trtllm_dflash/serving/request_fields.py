@@ -319,7 +319,11 @@ class _Reader:
 
 def _typed(name: str, value: object, kind: type[Value]) -> Value:
     if kind in (int, float) and isinstance(value, int | float) and not isinstance(value, bool):
-        if not math.isfinite(value):
+        try:
+            is_finite = math.isfinite(value)
+        except OverflowError:
+            is_finite = False
+        if not is_finite:
             raise RequestError(name, value, "a finite number")
         if kind is float or isinstance(value, int) or value.is_integer():
             return kind(value)
