@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ import torch
 from trtllm_dflash.checkpoint.convert import convert
 from trtllm_dflash.engine.build import build
 from trtllm_dflash.engine.directory import load_session, open_engine_directory
+from trtllm_dflash.engine.plan_facts import TensorRTFacts
+from trtllm_dflash.engine.tensorrt_session import open_tensorrt_session
 from trtllm_dflash.errors import BuildError, CheckpointError, ConfigError, DFlashError, EngineError
 
 LIMITS = {"max_batch_size": 4, "max_seq_len": 128, "max_num_tokens": 32}
@@ -148,6 +151,15 @@ def test_ranks_that_the_torch_backend_cannot_run(tiny_pairs: Callable, tmp_path:
     convert(str(pair.target), str(pair.drafter), tmp_path / "checkpoint", tp_size=2)
     with pytest.raises(BuildError, match="converted for 2 ranks; the torch backend runs one"):
         build(tmp_path / "checkpoint", tmp_path / "engines", backend="torch")
+
+
+def test_plans_of_several_ranks_are_not_run_by_one(engines: Path) -> None:
+    """They can be built. Rank 0 alone would compute numbers of half a model, or wait for ever for the others."""
+    facts = TensorRTFacts("tensorrt-rtx", "1.7", (120,), "native", "external", "linear", 192, 0.0, None)
+    built = replace(open_engine_directory(engines), backend="tensorrt-rtx", tensorrt=facts, tp_size=2)
+    with pytest.raises(EngineError, match="built for 2 ranks; this version runs plans of one rank") as caught:
+        open_tensorrt_session(built, torch.device("cuda:0"))
+    assert caught.value.hint == "convert with --tp-size 1"
 
 
 def test_damaged_checkpoint_is_not_built(tiny_checkpoints: Callable, tmp_path: Path) -> None:
