@@ -131,6 +131,20 @@ def test_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     assert str(tmp_path) in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"layer_types": ["linear_attention", "linear_attention", "full_attention"]}, "layer_types': found .*linear"),
+        ({"architectures": ["Qwen3NextForCausalLM"]}, "a supported target architecture: LlamaForCausalLM"),
+    ],
+)
+def test_targets_with_recurrent_layers_are_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    """Their state cannot be cut back to the accepted drafts by a context length."""
+    config = Qwen3Config(**SIZES, architectures=["Qwen3ForCausalLM"])
+    with pytest.raises(ConfigError, match=words):
+        parse_target_config(save(config, tmp_path, **changes))
+
+
 @pytest.mark.parametrize("drafter", ["zlab_v1", "zlab_v2", "speculators_v1", "speculators_v2"])
 def test_drafter_directory_given_as_target(write: Any, request: pytest.FixtureRequest, drafter: str) -> None:
     """B50."""
