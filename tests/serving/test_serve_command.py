@@ -204,7 +204,7 @@ def test_an_engine_that_can_never_load_again_ends_serve(tmp_path: Path) -> None:
     config = write_engine_directory(tmp_path / "engines") / "config.json"
     deploy(config.parent, tmp_path / "repository")
     use_counting_engine(tmp_path / "repository", "--needs", str(config))
-    patience = "from trtllm_dflash.serving import tritonserver as t; t.RELOAD_AFTER_S, t.RESTART_BACKOFF_S = 0.5, (0.0,)"
+    patience = "from trtllm_dflash.serving import tritonserver as t; t.RELOAD_AFTER_S = .5; t.RESTART_BACKOFF_S = (0,)"
     served = Served(tmp_path, before=patience)
     try:
         assert served.get("http", "/v2/health/ready") == served.get("openai", "/health/ready") == 200
