@@ -115,6 +115,7 @@ def test_dtype_override(tmp_path: Path) -> None:
         ({"architectures": ["MixtralForCausalLM"]}, "LlamaForCausalLM, Qwen3ForCausalLM"),
         ({"architectures": ["LlamaForCausalLM", "Other"]}, "exactly one architecture"),
         ({"architectures": ...}, "architectures': found nothing"),
+        ({"architectures": ..., "architecture": "LlamaForCausalLM"}, "this directory was converted already"),
         ({"num_key_value_heads": 3}, "divisor of num_attention_heads"),
         ({"hidden_size": -64}, "hidden_size': found -64, expected an integer >= 1"),
         ({"hidden_size": True}, "hidden_size': found true"),
