@@ -49,6 +49,7 @@ def test_messages_are_taken_as_they_are(tmp_path: Path) -> None:
         ({"turns": []}, "turns is empty"),
         ({"messages": []}, "at least one message"),
         ({"messages": [{"content": "x"}]}, "role and content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "images"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, row: Any, words: str) -> None:

@@ -7,8 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from trtllm_dflash.cli.main import main
+
+USER = {"role": "user", "content": "abc"}
 
 
 def _run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
@@ -38,3 +41,21 @@ def test_outputs_that_were_cut_are_said_once(
     code, out, err = _run(capsys, *words, "--max-tokens", 4)
     assert "warning" not in err
     assert not any("warnings" in output for output in json.loads(out)["outputs"])
+
+
+def test_prompts_go_through_the_targets_chat_template(
+    tiny_engines: Callable[..., Path],
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A drafter knows the texts that come after it. Chats have it always, a prompt can do without."""
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text(json.dumps({"prompt": "abc"}) + "\n" + json.dumps({"messages": [USER]}) + "\n")
+    words = ("-e", tiny_engines("llama-v2"), "--prompt", "abc", "--prompts-file", lines, "--max-tokens", 2, "--json")
+    chat = len(tiny_tokenizer.apply_chat_template([USER], add_generation_prompt=True, return_dict=False))
+    plain = len(tiny_tokenizer.encode("abc"))
+    assert chat > plain
+    for option, expected in (((), [chat] * 3), (("--chat",), [chat] * 3), (("--no-chat",), [plain, plain, chat])):
+        code, out, _ = _run(capsys, *words, *option)
+        assert (code, [output["prompt_tokens"] for output in json.loads(out)["outputs"]]) == (0, expected)

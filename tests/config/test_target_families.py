@@ -115,6 +115,7 @@ def test_dtype_override(tmp_path: Path) -> None:
         ({"architectures": ["MixtralForCausalLM"]}, "LlamaForCausalLM, Qwen3ForCausalLM"),
         ({"architectures": ["LlamaForCausalLM", "Other"]}, "exactly one architecture"),
         ({"architectures": ...}, "architectures': found nothing"),
+        ({"architectures": ..., "architecture": "LlamaForCausalLM"}, "this directory was converted already"),
         ({"num_key_value_heads": 3}, "divisor of num_attention_heads"),
         ({"hidden_size": -64}, "hidden_size': found -64, expected an integer >= 1"),
         ({"hidden_size": True}, "hidden_size': found true"),
@@ -129,6 +130,20 @@ def test_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         parse_target_config(llama(tmp_path, **changes))
     assert str(tmp_path) in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"layer_types": ["linear_attention", "linear_attention", "full_attention"]}, "layer_types': found .*linear"),
+        ({"architectures": ["Qwen3NextForCausalLM"]}, "a supported target architecture: LlamaForCausalLM"),
+    ],
+)
+def test_targets_with_recurrent_layers_are_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    """Their state cannot be cut back to the accepted drafts by a context length."""
+    config = Qwen3Config(**SIZES, architectures=["Qwen3ForCausalLM"])
+    with pytest.raises(ConfigError, match=words):
+        parse_target_config(save(config, tmp_path, **changes))
 
 
 @pytest.mark.parametrize("drafter", ["zlab_v1", "zlab_v2", "speculators_v1", "speculators_v2"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from trtllm_dflash.runtime.outputs import OutputChunk
+from trtllm_dflash.runtime.outputs import OutputChunk, TokenLogprobs
 
 
 class Streams:
@@ -13,6 +13,7 @@ class Streams:
     def __init__(self) -> None:
         self.text: dict[str, str] = {}
         self.tokens: dict[str, tuple[int, ...]] = {}
+        self.logprobs: dict[str, tuple[TokenLogprobs, ...]] = {}
         self.last: dict[str, OutputChunk] = {}
         self._condition = threading.Condition()
 
@@ -21,6 +22,7 @@ class Streams:
             assert chunk.request_id not in self.last, "nothing follows the last chunk"
             self.text[chunk.request_id] = self.text.get(chunk.request_id, "") + chunk.text
             self.tokens[chunk.request_id] = self.tokens.get(chunk.request_id, ()) + chunk.token_ids
+            self.logprobs[chunk.request_id] = self.logprobs.get(chunk.request_id, ()) + chunk.logprobs
             if chunk.finish_reason is not None:
                 self.last[chunk.request_id] = chunk
             self._condition.notify_all()

@@ -39,7 +39,8 @@ def test_a_thousand_random_cancels(tiny_engines: Callable) -> None:
         pace = threading.Event()
         for number in range(1300):
             which = draw.randrange(12)
-            params = replace(GREEDY, max_tokens=lengths[which])
+            # Of some the log probabilities are asked for: they too end where the tokens end.
+            params = replace(GREEDY, max_tokens=lengths[which], logprobs=None if number % 3 else 5)
             request_id = llm.submit(prompts[which], params, streams.add, request_id=f"r{number}")
             if number % 13:
                 cancelled.append(request_id)
@@ -62,7 +63,11 @@ def test_a_thousand_random_cancels(tiny_engines: Callable) -> None:
         # A cancelled request has the beginning of what it would have had.
         for request_id, chunk in streams.last.items():
             assert chunk.metrics is not None
-            assert chunk.metrics.completion_tokens == len(streams.tokens[request_id])
+            tokens = streams.tokens[request_id]
+            assert chunk.metrics.completion_tokens == len(tokens)
+            entries = streams.logprobs[request_id]
+            assert tuple(entry.token_id for entry in entries) == (() if int(request_id[1:]) % 3 else tokens)
+            assert all(len(entry.top) == 5 for entry in entries)
         assert _idle(llm)
         assert llm.stats().counters["requests_cancelled"] == reasons.count("cancelled")
 

@@ -17,6 +17,8 @@ from trtllm_dflash.runtime.outputs import OutputChunk
 from trtllm_dflash.runtime.slots import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_IDS
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, frequency_penalty=0.4)
+TEXT = {"type": "text", "text": "ab"}
+IMAGE = {"type": "image_url", "image_url": {"url": "http://x"}}
 
 
 def test_text_ids_and_chat_messages_are_the_same_prompt(tiny_llms: Callable) -> None:
@@ -30,6 +32,13 @@ def test_text_ids_and_chat_messages_are_the_same_prompt(tiny_llms: Callable) -> 
     outputs = llm.generate([chat, list(ids)], GREEDY)
     assert outputs[0].token_ids == outputs[1].token_ids
     assert [output.index for output in outputs] == [0, 1]
+
+
+def test_parts_of_text_are_one_text(tiny_llms: Callable) -> None:
+    """A template sees strings only: it would print a list as Python does, or leave it out."""
+    llm = tiny_llms("llama-v2")
+    parts = [TEXT, {"type": "text", "text": "c"}]
+    assert llm.encode([{"role": "user", "content": parts}]) == llm.encode([{"role": "user", "content": "abc"}])
 
 
 def test_one_prompt_or_several(tiny_llms: Callable) -> None:
@@ -49,6 +58,12 @@ def test_one_prompt_or_several(tiny_llms: Callable) -> None:
         ([3, 4.0], "prompt", "4.0", f"from 0 to {VOCAB_SIZE - 1}"),
         ([True, 4], "prompt", "True", f"from 0 to {VOCAB_SIZE - 1}"),
         ([{"role": "user"}], "prompt", "role", "content"),
+        ([{"role": "user", "content": 5}], "prompt", "content 5", "text"),
+        ([{"role": "user", "content": None}], "prompt", "content None", "text"),
+        ([{"role": 1, "content": "x"}], "prompt", "1", "role"),
+        ([{"role": "user", "content": [TEXT, IMAGE]}], "prompt", "type 'image_url'", "images"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "prompt", "text None", "a string"),
+        ([{"role": "user", "content": ["x"]}], "prompt", "'x'", "parts of type 'text'"),
         (5, "prompt", "5", "text"),
         (None, "prompt", "None", "text"),
         ([None], "prompt", "None", "text"),

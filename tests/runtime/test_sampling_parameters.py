@@ -192,6 +192,18 @@ def test_logprobs_stop_where_the_tokens_stop(tiny_llms: Callable) -> None:
     assert plain.logprobs is None
 
 
+def test_requests_of_one_batch_keep_their_own_number_of_alternatives(tiny_llms: Callable) -> None:
+    """They are computed together, as many as the neighbour with the most asked for."""
+    wanted = (5, 1, None, 0, 3)
+    outputs = tiny_llms("llama-v2").generate(["hello d"] * 5, [replace(BASE, logprobs=count) for count in wanted])
+    assert outputs[2].logprobs is None
+    whole = outputs[0].logprobs
+    assert whole is not None
+    for count, output in zip(wanted, outputs, strict=True):
+        if count is not None:
+            assert output.logprobs == tuple(replace(entry, top=entry.top[:count]) for entry in whole)
+
+
 @pytest.mark.parametrize(
     "values",
     [

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_pair import ACTIVE, VOCAB_SIZE
-from tokenizers import Tokenizer
+from tiny_pair import ACTIVE, BOS, EOS, VOCAB_SIZE
+from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trtllm_dflash.config.sampling import SamplingParams
@@ -108,6 +108,18 @@ def test_stop_string_never_leaks(tiny_tokenizer: PreTrainedTokenizerBase, text: 
         expected = text[: min(matches)[1]] if matches else text
         assert "".join(chunks) == expected
         assert matches or used == len(ids)
+
+
+def test_only_special_tokens_have_no_text(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    """Reasoning models mark their thoughts with added tokens that are text: the first one must not get lost."""
+    tokenizer = Tokenizer.from_str(tiny_tokenizer.backend_tokenizer.to_str())
+    tokenizer.add_tokens([AddedToken("<think>", special=False), AddedToken("</think>", special=False)])
+    ids = tokenizer.encode("<think>\n日</think>a", add_special_tokens=False).ids
+    assert ids[0] == VOCAB_SIZE
+    for size in (1, 3, 20):
+        chunks, used = _stream(tokenizer, _cut([BOS, *ids, EOS], size))
+        assert ("".join(chunks), used) == ("<think>\n日</think>a", len(ids) + 2)
+    assert "".join(_stream(tokenizer, _cut(ids, 3), ["</think>"])[0]) == "<think>\n日"
 
 
 def test_text_that_might_become_a_stop_string_is_delivered_at_the_end(

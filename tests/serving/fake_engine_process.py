@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -174,10 +175,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--step-s", type=float, default=0.01)
     parser.add_argument("--hold", type=Path, help="While this file exists, loading waits.")
+    parser.add_argument("--needs", type=Path, help="Without this file the process ends instead of loading.")
     parser.add_argument("--fd", type=int, required=True)
     arguments = parser.parse_args()
     while arguments.hold and arguments.hold.exists():
         time.sleep(0.05)
+    if arguments.needs and not arguments.needs.exists():
+        sys.exit(f"{arguments.needs}: no such file")
     connection = Leash(socket.socket(fileno=arguments.fd))
     engine = CountingEngine(arguments.step_s)
     engine_server(engine, connection).run()

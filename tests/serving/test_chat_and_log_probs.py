@@ -115,6 +115,11 @@ def parse(**inputs: object):
     return parse_request(fields, eos_token_ids=(2,), vocab_size=1000)
 
 
+def test_content_of_a_tool_call_is_no_text() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
+    assert parse(chat_messages=json.dumps([call])).prompt == ChatRequest(({**call, "content": ""},))
+
+
 def test_inputs_of_the_front_end_are_understood() -> None:
     request = parse(
         chat_messages='[{"role": "user", "content": "x"}]', chat_tools='[{"type": "function"}]',
@@ -139,6 +144,8 @@ def test_inputs_of_the_front_end_are_understood() -> None:
         ("chat_messages", "[]"),
         ("chat_messages", "[" * 100_000),
         ("chat_messages", '["x"]'),
+        ("chat_messages", '[{"role": "user"}]'),
+        ("chat_messages", '[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]'),
         ("chat_template_kwargs", '{"a": [1]}'),
         ("logit_bias", "[1]"),
         ("logit_bias", '{"x": 1}'),

@@ -65,6 +65,15 @@ def test_not_an_engine_directory(tmp_path: Path) -> None:
         deploy(tmp_path, tmp_path / "repository")
 
 
+def test_an_engine_of_several_ranks_is_not_deployed(engine_directory: Path, tmp_path: Path) -> None:
+    """The engine process would refuse it, but only when somebody wants to serve."""
+    file = engine_directory / "config.json"
+    file.write_text(file.read_text().replace('"tp_size": 1', '"tp_size": 2'))
+    with pytest.raises(ConfigError, match="built for 2 ranks; this version serves engines of one rank"):
+        deploy(engine_directory, tmp_path / "repository")
+    assert not (tmp_path / "repository").exists()
+
+
 def test_a_rebuilt_engine_is_noticed(engine_directory: Path, tmp_path: Path) -> None:
     recorded = deploy(engine_directory, tmp_path / "repository").facts.config_sha256
     check_fingerprint(engine_directory, recorded)

@@ -37,17 +37,18 @@ def run_directories() -> list[Path]:
 class Served:
     """A running ``serve`` and the facts that it printed."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, *options: str, before: str = "") -> None:
         self.folder = folder
         self.log = folder / "log"
         code = (
             "from trtllm_dflash.cli import progress_lines as lines; lines.FIRST_S = 0.0; lines._LOOK_S = 0.01\n"
-            "from trtllm_dflash.cli.serve_cmd import serve; serve()"
+            f"{before}\n"
+            "from trtllm_dflash.cli.main import main; main()"
         )
         ports = [
             option for name in ("http", "grpc", "metrics", "health", "openai") for option in (f"--{name}-port", "0")
         ]
-        command = [sys.executable, "-c", code, "-m", str(folder / "repository"), "--json", *ports]
+        command = [sys.executable, "-c", code, "serve", "-m", str(folder / "repository"), "--json", *ports]
         self.process = subprocess.Popen(
             [*command, "--log-file", str(self.log), *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -193,6 +194,33 @@ def test_a_killed_tritonserver_is_an_error_and_then_forgotten(served: Served) ->
     assert streamed.endswith("data: [DONE]\n\n")
     wait_until(lambda: served.complete(max_tokens=2)[0] == 200, timeout_s=20)
     wait_until(lambda: served.get("health", "/health") == 200, timeout_s=10)
+
+
+@pytest.mark.triton
+@pytest.mark.fault("killed")
+def test_an_engine_that_can_never_load_again_ends_serve(tmp_path: Path) -> None:
+    """Neither "ready" without an engine nor exit code 0: whoever watches either of them hears of it."""
+    pytest.importorskip("pytriton")
+    config = write_engine_directory(tmp_path / "engines") / "config.json"
+    deploy(config.parent, tmp_path / "repository")
+    use_counting_engine(tmp_path / "repository", "--needs", str(config))
+    patience = "from trtllm_dflash.serving import tritonserver as t; t.RELOAD_AFTER_S = .5; t.RESTART_BACKOFF_S = (0,)"
+    served = Served(tmp_path, before=patience)
+    try:
+        assert served.get("http", "/v2/health/ready") == served.get("openai", "/health/ready") == 200
+        config.unlink()
+        (engine,) = process_ids("fake_engine_process.py .*" + re.escape(str(config)))
+        os.kill(engine, signal.SIGKILL)
+        wait_until(lambda: served.get("health", "/health") != 200, timeout_s=10)
+        # Triton's own readiness follows when the model is unloaded, at the latest when nothing listens any more.
+        wait_until(lambda: served.get("http", "/v2/health/ready") != 200, timeout_s=30)
+        assert served.process.wait(timeout=30) == 1
+        assert served.process.stderr is not None
+        assert "error: the model could not be loaded after" in served.process.stderr.read()
+        wait_until(lambda: not served.processes(), timeout_s=5)
+    finally:
+        served.process.kill()
+        served.process.wait()
 
 
 @pytest.mark.triton

@@ -1,4 +1,4 @@
-"""Networks of two ranks, computed in lockstep, against the whole model on torch."""
+"""Networks of several ranks, computed in lockstep, against the whole model on torch."""
 
 from __future__ import annotations
 
@@ -46,14 +46,30 @@ class Ranks:
         return meet
 
 
-@pytest.mark.parametrize(("pair", "lowering"), [("llama-v2", "native"), ("qwen3-v1", "native"), ("llama-v2", "plugin")])
-def test_two_ranks_equal_one(
-    rtx: TensorRTLibrary, tiny_pairs: Callable[[str], Any], tiny_request: Any, tmp_path: Path, pair: str, lowering: str
+@pytest.mark.parametrize(
+    ("pair", "lowering", "count"),
+    [
+        ("llama-v2", "native", 2),
+        ("qwen3-v1", "native", 2),
+        ("llama-v2", "plugin", 2),
+        # Twice as many ranks as key/value heads: two ranks hold the same one.
+        ("llama-v2", "plugin", 4),
+        ("qwen3-v1", "native", 4),
+    ],
+)
+def test_several_ranks_equal_one(
+    rtx: TensorRTLibrary,
+    tiny_pairs: Callable[[str], Any],
+    tiny_request: Any,
+    tmp_path: Path,
+    pair: str,
+    lowering: str,
+    count: int,
 ) -> None:
     directories = tiny_pairs(pair)
-    convert(str(directories.target), str(directories.drafter), tmp_path / "checkpoint", tp_size=2)
+    convert(str(directories.target), str(directories.drafter), tmp_path / "checkpoint", tp_size=count)
     source = open_checkpoint(tmp_path / "checkpoint")
-    ranks = Ranks(2)
+    ranks = Ranks(count)
     prompts = [torch.arange(7, 20), torch.arange(40, 44)]
     arguments: dict[str, Any] = {"seed": 2, "temperatures": torch.tensor([0.0, 0.9]), "block_size": 4}
     observed: dict[int, Observed] = {}
@@ -71,14 +87,14 @@ def test_two_ranks_equal_one(
         session = interpreted_session(request, collective=ranks.collective(rank))
         observed[rank] = drive(session, prompts, **arguments)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert ranks.seen == {"sum_over_ranks", "gather_over_ranks"}
     expected = drive(torch_session(replace(tiny_request(pair))), prompts, **arguments)
-    for rank in range(2):
+    for rank in range(count):
         found = observed[rank]
         assert relative_error(found.prefill_logits, expected.prefill_logits) <= TOLERANCE
         assert relative_error(found.verify_logits, expected.verify_logits) <= TOLERANCE
@@ -86,3 +102,6 @@ def test_two_ranks_equal_one(
         assert found.draft is not None
         assert expected.draft is not None
         assert torch.equal(found.draft.draft_tokens, expected.draft.draft_tokens)
+        # Chosen among the whole vocabulary's logits: no padding, and nobody's part of it only.
+        assert torch.equal(found.draft.candidates, expected.draft.candidates)
+        assert relative_error(found.draft.q_rows, expected.draft.q_rows) <= TOLERANCE

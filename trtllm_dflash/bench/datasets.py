@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from trtllm_dflash.config.chat_messages import text_messages
 from trtllm_dflash.config.json_lines import read_json_lines
-from trtllm_dflash.errors import ConfigError
+from trtllm_dflash.errors import ConfigError, RequestError
 
 Messages = list[dict[str, str]]
 
@@ -81,7 +82,8 @@ def _messages(row: dict[str, Any], place: str) -> Messages:
 def _chat(messages: object, place: str) -> Messages:
     if not isinstance(messages, list) or not messages:
         raise ConfigError(f"{place}: messages is {type(messages).__name__}, expected a list with at least one message")
-    for message in messages:
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise ConfigError(f"{place}: a message needs role and content")
-    return [{"role": str(message["role"]), "content": str(message["content"])} for message in messages]
+    try:
+        turns = text_messages(messages, "messages")
+    except RequestError as problem:
+        raise ConfigError(f"{place}: {problem.message}") from None
+    return [{"role": turn["role"], "content": turn["content"]} for turn in turns]

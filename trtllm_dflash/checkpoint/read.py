@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError, safe_open
 
+from trtllm_dflash.checkpoint.directory_kind import directory_kind
 from trtllm_dflash.checkpoint.manifest import FileRecord, check_sizes, manifest_from_json, verify_directory
 from trtllm_dflash.checkpoint.trtllm_config import read_drafter_config, read_target_config
 from trtllm_dflash.config.drafter import DrafterConfig
@@ -119,10 +120,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """
     directory = Path(path)
     root = read_json(_root_config(directory))
-    version, kind = root.integer("format_version"), root.string("kind")
-    if kind != KIND:
+    if directory_kind(root) != KIND:
         raise root.error("kind", f'"{KIND}"', hint="give the directory that convert wrote")
-    if version != FORMAT_VERSION:
+    if root.integer("format_version") != FORMAT_VERSION:
         raise root.error("format_version", str(FORMAT_VERSION), hint="convert again with this version of the toolkit")
     files = manifest_from_json(root.child("files"))
     check_sizes(directory, files)

@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from trtllm_dflash.checkpoint.directory_kind import directory_kind
 from trtllm_dflash.config.json_reader import read_json
 from trtllm_dflash.errors import ConfigError
 
@@ -57,7 +58,7 @@ def directory_facts(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise ConfigError(f"{path}: no such directory")
     if (path / "config.json").is_file():
-        kind = read_json(path / "config.json").string("kind")
+        kind = directory_kind(read_json(path / "config.json"))
         if kind == "checkpoint":
             return _checkpoint_facts(path)
         if kind == "engine":

@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from trtllm_dflash.checkpoint.directory_kind import directory_kind
 from trtllm_dflash.checkpoint.manifest import FileRecord, manifest_from_json, verify_directory
 from trtllm_dflash.checkpoint.read import RankTensors
 from trtllm_dflash.checkpoint.trtllm_config import DRAFTER_KEY, parse_target_config
@@ -74,7 +75,7 @@ def open_engine_directory(path: str | Path, *, verify: bool = True) -> EngineDir
         state = "has no config.json, so it is not an engine directory" if directory.is_dir() else "no such directory"
         raise ConfigError(f"{directory}: {state}", hint="make one with: trtllm-dflash build -c CHECKPOINT -o ENGINES")
     root = read_json(config_file)
-    if root.string("kind") != KIND:
+    if directory_kind(root) != KIND:
         raise root.error("kind", f'"{KIND}"', hint="build it first: trtllm-dflash build -c CHECKPOINT -o ENGINES")
     if root.integer("format_version") != FORMAT_VERSION:
         raise root.error("format_version", str(FORMAT_VERSION), hint="build again with this version of the toolkit")

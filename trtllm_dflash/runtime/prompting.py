@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from numbers import Integral
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from trtllm_dflash.config.chat_messages import text_messages
 from trtllm_dflash.errors import EngineError, RequestError
 
-Prompt = str | Sequence[int] | Sequence[dict[str, str]]
+Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 
 PROMPT_KINDS = "text, token ids or chat messages"
 
@@ -83,11 +85,7 @@ class PromptEncoder:
     def _encode_chat(self, messages: Sequence[object]) -> list[int]:
         if not self.has_chat_template:
             raise RequestError("prompt", "chat messages", "text or token ids: this target has no chat template")
-        turns: list[dict[str, str]] = []
-        for message in messages:
-            if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-                raise RequestError("prompt", message, "chat messages with role and content")
-            turns.append(message)
+        turns = text_messages(messages, "prompt")
         try:
             encoded = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         except Exception as error:

@@ -10,7 +10,7 @@ from trtllm_dflash.checkpoint.manifest import check_sizes
 from trtllm_dflash.config.drafter import DrafterLayerAttention
 from trtllm_dflash.config.pairing import BuildLimits
 from trtllm_dflash.engine.directory import EngineDirectory, open_engine_directory
-from trtllm_dflash.errors import EngineError
+from trtllm_dflash.errors import ConfigError, EngineError
 
 _DRAFTER_RUNS = ("block_size", "captured_layers", "windows", "proposals", "head")
 
@@ -56,11 +56,16 @@ def read_engine_facts(engines: Path) -> EngineFacts:
     """Read the facts of the engine directory ``engines``; file sizes are checked, hashes are left to the load.
 
     Raises:
-        ConfigError: not an engine directory, or a key is missing; names file and key.
+        ConfigError: not an engine directory, or a key is missing; names file and key. Or it is for several ranks.
         CheckpointError: a file is missing or truncated, by name.
     """
     directory = open_engine_directory(engines, verify=False)
     check_sizes(engines, directory.files)
+    if directory.tp_size != 1:
+        raise ConfigError(
+            f"{engines}: built for {directory.tp_size} ranks; this version serves engines of one rank",
+            hint="convert with --tp-size 1",
+        )
     return EngineFacts(
         backend=directory.backend,
         limits=directory.limits,

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from trtllm_dflash.config.chat_messages import text_messages
 from trtllm_dflash.config.sampling import SamplingParams
 from trtllm_dflash.config.structured_output import StructuredOutput
 from trtllm_dflash.errors import RequestError
@@ -142,7 +143,7 @@ def _prompt(reader: _Reader, vocab_size: int) -> str | list[int] | ChatRequest:
     has_text, has_ids = reader.has("text_input"), reader.has("input_ids")
     if reader.has("chat_messages"):
         return ChatRequest(
-            messages=_json_objects(reader, "chat_messages"),
+            messages=tuple(text_messages(_json_objects(reader, "chat_messages"), "chat_messages")),
             tools=_json_objects(reader, "chat_tools"),
             template_values=_template_values(reader),
         )

@@ -70,6 +70,12 @@ def _architecture(config: JsonObject) -> str:
             "a target model; this directory holds a DFlash drafter",
             hint="were target and drafter swapped? give the target with --target, its drafter with --drafter",
         )
+    if not config.has("architectures") and (config.has("kind") or config.has("architecture")):
+        raise config.error(
+            "architectures",
+            "a Hugging Face configuration; this directory was converted already",
+            hint="give the Hugging Face directory or id that it was made from",
+        )
     names = config.strings("architectures")
     if len(names) != 1:
         raise config.error("architectures", "a list of exactly one architecture")
