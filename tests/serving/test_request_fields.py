@@ -57,7 +57,12 @@ def test_echo_puts_the_prompt_first() -> None:
     assert parse(text_input="hi", exclude_input_in_output=True).echo == ""
 
 
-@pytest.mark.parametrize(("end_id", "ignore_eos", "stop_token_ids"), [(2, False, ()), (-1, True, ()), (9, True, (9,))])
+@pytest.mark.parametrize(
+    ("end_id", "ignore_eos", "stop_token_ids"),
+    [
+        (2, False, ()), (-1, True, ()), (9, True, (9,)), (1000, True, ()), (1048576, True, ()),
+    ],
+)  # fmt: skip
 def test_end_id_replaces_the_models_own(end_id: int, ignore_eos: bool, stop_token_ids: tuple[int, ...]) -> None:
     params = parse(text_input="hi", end_id=end_id).params
     assert (params.ignore_eos, params.stop_token_ids) == (ignore_eos, stop_token_ids)
@@ -86,7 +91,8 @@ def test_neutral_values_of_unsupported_inputs_are_accepted() -> None:
         ("lora_task_id", 3),
         ("nonsense", 1),
         ("pad_id", 1000),
-        ("end_id", 1000),
+        ("end_id", -2),
+        ("accumulate_tokens", "all"),
         ("max_tokens", [1, 2]),
         ("max_tokens", "abc"),
         ("max_tokens", True),

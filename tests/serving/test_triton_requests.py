@@ -62,6 +62,27 @@ def test_stream_false_is_one_event(triton: ServerHandle) -> None:
     assert [event["text_output"] for event in events] == [words(40)]
 
 
+@pytest.mark.parametrize(
+    "client",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "ignore_eos": True},
+        {"temperature": 0.000001, "min_length": 12, "end_id": 1048576},
+    ],
+    ids=["vllm", "genai", "sglang"],
+)
+def test_requests_of_load_generators_for_tensorrt_llm(triton: ServerHandle, client: dict) -> None:
+    """What the ``generate_stream`` clients of other projects' benchmarks send, and how they read the answer."""
+    body = {"accumulate_tokens": True, "text_input": "hi", "top_p": 1.0, "max_tokens": 12, "stream": True, **client}
+    connection = http.client.HTTPConnection(triton.http_url.split("/")[2], timeout=10)
+    connection.request("POST", f"/v2/models/{triton.model_name}/generate_stream", json.dumps(body))
+    response = connection.getresponse()
+    assert response.status == 200
+    lines = [line.removeprefix(b"data:") for line in response.read().splitlines() if line]
+    connection.close()
+    assert "".join(json.loads(line)["text_output"] for line in lines) == words(12)
+
+
 def test_grpc_stream_ends_with_the_final_flag(triton: ServerHandle) -> None:
     """Legacy client scripts send ``[1, 1]`` tensors over a gRPC stream and wait for the final flag."""
     grpc = pytest.importorskip("tritonclient.grpc")
@@ -130,7 +151,7 @@ BAD_INPUTS = [
     ({"text_input": "x", "guided_decoding_guide": "{}"}, "guided_decoding_guide_type: got None, expected one of json"),
     ({"text_input": "x", "guided_decoding_guide_type": "regex"}, "guided_decoding_guide: got None"),
     ({"text_input": "x", "no_such_input": 1}, "no_such_input: got 1"),
-    ({"text_input": "x", "end_id": 5000}, "end_id: got 5000, expected a token id in 0..999"),
+    ({"text_input": "x", "end_id": -2}, "end_id: got -2, expected a token id in 0..999"),
 ]
 
 

@@ -82,8 +82,8 @@ def parse_request(fields: Fields, *, eos_token_ids: Sequence[int], vocab_size: i
         RequestError: naming the input, its value and what is allowed.
 
     Defaults are the legacy ensemble's: greedy when none of temperature, top_k, top_p and min_p is given; ``top_p`` 0
-    means that it is off; ``end_id`` -1 means that end tokens do not end generation, any other id replaces the model's
-    own.
+    means that it is off; ``end_id`` -1 or one past the vocabulary means that end tokens do not end generation, any
+    other id replaces the model's own.
     """
     reader = _Reader(_without_aliases(fields))
     for name, allowed in UNSUPPORTED.items():
@@ -234,12 +234,12 @@ def _sampling(
     ignore_eos = reader.take("ignore_eos", bool, False)
     stop_token_ids = tuple(_typed("stop_token_ids", value, int) for value in reader.values("stop_token_ids"))
     end_id = reader.optional("end_id", int)
-    if end_id == -1:
-        ignore_eos = True
-    elif end_id is not None:
-        if not 0 <= end_id < vocab_size:
+    if end_id is not None:
+        if end_id < -1:
             raise RequestError("end_id", end_id, f"a token id in 0..{vocab_size - 1}, or -1 for none")
-        if end_id not in eos_token_ids:
+        if end_id == -1 or end_id >= vocab_size:
+            ignore_eos = True  # a load generator of SGLang asks for 1048576, which no token is
+        elif end_id not in eos_token_ids:
             ignore_eos, stop_token_ids = True, (*stop_token_ids, end_id)
     max_tokens = reader.take("max_tokens", int, DEFAULT_MAX_TOKENS)
     return SamplingParams(

@@ -28,6 +28,7 @@ INPUTS: dict[str, tuple[str, str]] = {
     ),
     **dict.fromkeys(("return_stop_reason", "return_context_logits", "return_generation_logits"), ("BOOL", "1")),
     **dict.fromkeys(("num_return_sequences", "sampling_param_best_of", "beam_width"), ("INT32", "1")),
+    "accumulate_tokens": ("BOOL", "1"),
     "length_penalty": ("FP32", "1"),
     "num_draft_tokens": ("INT32", "1"),
     "use_draft_logits": ("BOOL", "1"),
@@ -101,8 +102,15 @@ GUIDES: dict[str, str] = {
     "ebnf_grammar": "grammar",
 }
 
-# Facts that are always in the last response, so that asking for them changes nothing.
-ALWAYS_GIVEN = ("return_finish_reason", "return_perf_metrics", "sampling_param_return_perf_metrics")
+# What every request gets, so that asking for it changes nothing: facts in the last response, and text that is made of
+# all tokens so far and not of one token at a time (accumulate_tokens, which the load generators of vLLM, SGLang and
+# TensorRT-LLM always send).
+ALWAYS_GIVEN = (
+    "return_finish_reason",
+    "return_perf_metrics",
+    "sampling_param_return_perf_metrics",
+    "accumulate_tokens",
+)
 
 UNSUPPORTED: dict[str, str] = {
     "embedding_bias_words": "no value: embedding bias is not supported; use bad_words to ban words",
