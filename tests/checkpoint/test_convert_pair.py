@@ -309,6 +309,11 @@ def test_target_without_tokenizer(tmp_path: Path, target: Path) -> None:
             lambda t: t.update({"model.norm.weight": torch.zeros(HIDDEN, dtype=torch.int8)}),
             "found dtype I8, expected one of",
         ),
+        (
+            # A head stored quantised, whose scale nobody would apply.
+            lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(torch.float8_e4m3fn)}),
+            r"'lm_head\.weight': found dtype F8_E4M3, expected one of",
+        ),
         (lambda t: t["model.norm.weight"][:1].fill_(float("nan")), "not finite"),
     ],
 )

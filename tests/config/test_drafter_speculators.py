@@ -29,6 +29,18 @@ def test_version_2(write: Any, speculators_v2: dict[str, Any]) -> None:
     assert (config.selector.rank, config.selector.top_k) == (8, 4)
 
 
+def test_scaling_fields_are_kept(write: Any, speculators_v2: dict[str, Any]) -> None:
+    """Without them the drafter runs and proposes worse; only the acceptance length would tell."""
+    fields = {"output_multiplier": 0.2, "final_logit_softcapping": 20.0, "input_embedding_scale": 24.0}
+    config = parse_drafter_config(write(speculators_v2, **fields))
+    assert (config.output_multiplier, config.final_logit_softcapping, config.input_embedding_scale) == (0.2, 20.0, 24.0)
+
+
+def test_unsorted_layer_ids_keep_their_order(write: Any, speculators_v1: dict[str, Any]) -> None:
+    """The columns of the features follow the file."""
+    assert parse_drafter_config(write(speculators_v1, aux_hidden_state_layer_ids=[9, 2, 6])).target_layer_ids == (8, 1, 5)
+
+
 def test_version_2_with_reduced_vocabulary(write: Any, speculators_v2: dict[str, Any]) -> None:
     """B41."""
     with pytest.raises(ConfigError, match=r"draft_vocab_size': found 32, expected the whole vocabulary \(1000\)"):

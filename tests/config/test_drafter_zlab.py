@@ -233,6 +233,16 @@ def test_default_layer_ids_are_the_published_ones(
     assert parse_drafter_config(directory).target_layer_ids == expected
 
 
+@pytest.mark.parametrize("target_layers", [1, 3, 4, 6])
+def test_default_layer_ids_that_a_small_target_cannot_give(
+    write: Any, zlab_v1: dict[str, Any], target_layers: int
+) -> None:
+    """Five ids out of so few layers: the even spread repeats some or leaves the target."""
+    recipe = {"num_hidden_layers": 5, "num_target_layers": target_layers, "dflash_config": {"mask_token_id": 7}}
+    with pytest.raises(ConfigError, match="target_layer_ids'.*(duplicates|out of range)"):
+        parse_drafter_config(write(zlab_v1, **recipe))
+
+
 @pytest.mark.parametrize("mask", [None, 1000, -1, 7.0, True])
 def test_bad_mask_token(write: Any, zlab_v1: dict[str, Any], mask: Any) -> None:
     """B45: absent, one past the vocabulary, negative, not an integer."""

@@ -189,8 +189,6 @@ def test_more_requests_than_pages_wait_their_turn(tiny_engines: Callable) -> Non
         prompt = [ACTIVE[n % 16] for n in range(70)]
         outputs = llm.generate([prompt] * 9, replace(GREEDY, max_tokens=50))
         assert len({output.token_ids for output in outputs}) == 1
-        # And one alone may have all of it.
-        assert len(llm.generate([ACTIVE[1]] * 206, replace(GREEDY, max_tokens=50))[0].token_ids) == 50
         assert _idle(llm)
 
 
