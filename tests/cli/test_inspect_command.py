@@ -26,7 +26,7 @@ def test_windows_and_causality_of_every_layer(
     capsys: pytest.CaptureFixture[str],
     kind: str,
 ) -> None:
-    """Target windows in every second layer; the drafter's only sliding layer is causal, since nothing says otherwise."""
+    """Target windows in every second layer; the drafter's only sliding layer is causal, as nothing says otherwise."""
     path = tiny_checkpoints("qwen3-v1") if kind == "checkpoint" else tiny_engines("qwen3-v1")
     code, out, _ = _inspect(capsys, path, "--json")
     assert code == 0

@@ -38,7 +38,8 @@ def test_scaling_fields_are_kept(write: Any, speculators_v2: dict[str, Any]) -> 
 
 def test_unsorted_layer_ids_keep_their_order(write: Any, speculators_v1: dict[str, Any]) -> None:
     """The columns of the features follow the file."""
-    assert parse_drafter_config(write(speculators_v1, aux_hidden_state_layer_ids=[9, 2, 6])).target_layer_ids == (8, 1, 5)
+    config = parse_drafter_config(write(speculators_v1, aux_hidden_state_layer_ids=[9, 2, 6]))
+    assert config.target_layer_ids == (8, 1, 5)
 
 
 def test_version_2_with_reduced_vocabulary(write: Any, speculators_v2: dict[str, Any]) -> None:

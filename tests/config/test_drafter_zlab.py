@@ -239,7 +239,7 @@ def test_default_layer_ids_that_a_small_target_cannot_give(
 ) -> None:
     """Five ids out of so few layers: the even spread repeats some or leaves the target."""
     recipe = {"num_hidden_layers": 5, "num_target_layers": target_layers, "dflash_config": {"mask_token_id": 7}}
-    with pytest.raises(ConfigError, match="target_layer_ids'.*(duplicates|out of range)"):
+    with pytest.raises(ConfigError, match=r"target_layer_ids'.*(duplicates|out of range)"):
         parse_drafter_config(write(zlab_v1, **recipe))
 
 

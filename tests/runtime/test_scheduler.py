@@ -118,7 +118,7 @@ def test_impossible_and_duplicate_requests_are_refused() -> None:
 
 @pytest.mark.parametrize("prompt", [1, 27, 28, 29, 31])
 def test_a_request_alone_may_have_every_page(prompt: int) -> None:
-    """What a pass may need beyond the end of a request is never asked for, or one of this extent would wait for ever."""
+    """Room for a pass beyond a request's end is not asked for, or one of this extent would wait for ever."""
     scheduler, clock = make_scheduler(num_pages=4), Clock()
     request = make_request(clock, prompt, max_output_tokens=32 - prompt)
     scheduler.enqueue(request)
