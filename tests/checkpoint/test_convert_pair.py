@@ -314,6 +314,16 @@ def test_target_without_tokenizer(tmp_path: Path, target: Path) -> None:
             lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(torch.float8_e4m3fn)}),
             r"'lm_head\.weight': found dtype F8_E4M3, expected one of",
         ),
+        (
+            # Packed two to a byte: the scale explains the shape.
+            lambda t: t.update(
+                {
+                    "lm_head.weight": torch.zeros(VOCAB, HIDDEN // 2, dtype=torch.uint8),
+                    "lm_head.weight_scale": torch.ones(VOCAB),
+                }
+            ),
+            r"'lm_head\.weight_scale': targets with weights that are stored quantised are not supported",
+        ),
         (lambda t: t["model.norm.weight"][:1].fill_(float("nan")), "not finite"),
     ],
 )
@@ -334,6 +344,7 @@ def test_wrong_target_tensors(tmp_path: Path, target: Path, change: Any, words: 
         ("layers.0.self_attn.sinks", "attention sinks"),
         ("lm_head.weight", "a head of their own"),
         ("d2t", "a reduced vocabulary"),
+        ("layers.0.mlp.up_proj.weight_scale", "stored quantised"),
         ("layers.0.mlp.bias", "1 tensors that a drafter"),
     ],
 )
