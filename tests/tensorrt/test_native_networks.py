@@ -94,6 +94,30 @@ def test_dropped_rows_of_an_injection_change_nothing(tiny_request: RequestFactor
         assert torch.equal(new, old)
 
 
+def test_a_request_of_which_nothing_is_kept_keeps_its_cache(tiny_request: RequestFactory) -> None:
+    """Two requests of three rows each: the first row of one, nothing of the other. Only what is visible counts."""
+    request = tiny_request("llama-v2")
+    assert request.drafter_config is not None
+    session = interpreted_session(request)
+    assert isinstance(session, LinearSession)
+    generator = torch.Generator().manual_seed(7)
+    columns = len(request.drafter_config.target_layer_ids) * request.target_config.hidden_size
+    page_tokens = session.limits.page_tokens
+    session.allocate_caches(3)
+    for layer in session.drafter_caches:
+        layer.k.normal_(generator=generator)
+        layer.v.normal_(generator=generator)
+    before = [tensor.clone() for layer in session.drafter_caches for tensor in (layer.k, layer.v)]
+    positions, slots = torch.tensor([4, 5, 6, 10, 11, 12]), torch.tensor([page_tokens + 4, -1, -1, -1, -1, -1])
+    session.inject(torch.randn(6, columns, generator=generator), positions, slots, queries_per_request=3)
+    after = [tensor for layer in session.drafter_caches for tensor in (layer.k, layer.v)]
+    for old, new in zip(before, after, strict=True):
+        assert not torch.equal(new[1, :, 4], old[1, :, 4])
+        assert torch.equal(new[1, :, :4], old[1, :, :4])
+        for row in (0, 2):
+            assert torch.equal(new[row, :, :page_tokens], old[row, :, :page_tokens])
+
+
 def test_a_wrong_weight_is_noticed(tiny_request: RequestFactory) -> None:
     """The comparison can fail: one projection of the emitted network is 1 % too large."""
     request = tiny_request("llama-v2")
