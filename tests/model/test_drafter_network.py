@@ -153,7 +153,7 @@ def _check_q_rows(
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_equals_reference(reference: Any, tiny_pairs: Callable, tiny_engines: Callable, name: str) -> None:
-    """Windows, causality, unsorted ids, multiplier, soft cap and embedding scale, as the pairs have them."""
+    """Windows, causality, unsorted ids, multiplier, soft cap, embedding scale and biases, as the pairs have them."""
     session, pair = load_session(tiny_engines(name), device="cpu"), tiny_pairs(name)
     _check_against_reference(reference, session, pair.model, pair.drafter, session.limits.block_size)
 

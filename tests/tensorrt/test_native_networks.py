@@ -23,7 +23,7 @@ from trtllm_dflash.ops.tensorrt_library import TensorRTLibrary
 # Float32 products summed in another order: a few ulps per layer, amplified by depth.
 TOLERANCE = 1e-5
 PairFactory = Callable[[str], Any]
-PAIRS = ("llama-v2", "qwen3-v1", "qwen3-v2", "llama-v1")
+PAIRS = ("llama-v2", "qwen3-v1", "qwen3-v2", "llama-v1", "llama-bias")
 
 
 def observe(request: NetworkRequest, seed: int, block_size: int | None = None) -> tuple[Observed, Observed]:

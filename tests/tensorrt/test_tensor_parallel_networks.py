@@ -46,7 +46,10 @@ class Ranks:
         return meet
 
 
-@pytest.mark.parametrize(("pair", "lowering"), [("llama-v2", "native"), ("qwen3-v1", "native"), ("llama-v2", "plugin")])
+@pytest.mark.parametrize(
+    ("pair", "lowering"),
+    [("llama-v2", "native"), ("qwen3-v1", "native"), ("llama-bias", "native"), ("llama-v2", "plugin")],
+)
 def test_two_ranks_equal_one(
     rtx: TensorRTLibrary, tiny_pairs: Callable[[str], Any], tiny_request: Any, tmp_path: Path, pair: str, lowering: str
 ) -> None:
