@@ -41,7 +41,7 @@ def test_inspection_notices_changes(engine_directory: Path, tmp_path: Path) -> N
 
 def test_speculation_without_a_drafter_is_refused(engine_directory: Path, tmp_path: Path) -> None:
     """Before a server is started that would decode plainly, or not start."""
-    with pytest.raises(ConfigError, match="speculation is on, but .* has no drafter"):
+    with pytest.raises(ConfigError, match=r"speculation is on, but .* has no drafter"):
         deploy(engine_directory, tmp_path / "repository", speculation="on")
     with pytest.raises(ConfigError, match="block size is 4, expected 1 to 1"):
         deploy(engine_directory, tmp_path / "repository", block_size=4)
