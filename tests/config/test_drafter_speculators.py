@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -19,6 +20,16 @@ def test_version_1_with_reduced_vocabulary(write: Any, speculators_v1: dict[str,
     assert (config.block_size, config.mask_token_id, config.num_target_layers) == (8, 7, None)
     assert config.conv is None
     assert config.selector is None
+
+
+@pytest.mark.parametrize(("stored", "expected"), [(None, 64), (128, 128)])
+def test_size_of_the_targets_features(
+    write: Any, speculators_v1: dict[str, Any], stored: int | None, expected: int
+) -> None:
+    """Trainers write null where it is the drafter's own."""
+    directory = write(speculators_v1)
+    (directory / "config.json").write_text(json.dumps(speculators_v1 | {"target_hidden_size": stored}))
+    assert parse_drafter_config(directory).target_hidden_size == expected
 
 
 def test_version_2(write: Any, speculators_v2: dict[str, Any]) -> None:
