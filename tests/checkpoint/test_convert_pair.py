@@ -96,6 +96,15 @@ def test_target_tensors(tmp_path: Path, family: str, tied: bool) -> None:
     assert checkpoint.drafter_config is None
 
 
+def test_tied_head_that_is_stored_a_second_time(tmp_path: Path) -> None:
+    """Left out, as transformers does, whatever it holds."""
+    source = write_target(tmp_path / "target", tie_word_embeddings=True)
+    expected = expected_target(load_file(source / "model.safetensors"))
+    rewrite(source, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(VOCAB, HIDDEN)}))
+    convert(str(source), None, tmp_path / "out")
+    assert_same(open_checkpoint(tmp_path / "out").tensors("target"), expected)
+
+
 def test_target_biases(tmp_path: Path) -> None:
     source = write_target(tmp_path / "target", attention_bias=True, mlp_bias=True)
     convert(str(source), None, tmp_path / "out")

@@ -22,6 +22,17 @@ def test_version_1_with_reduced_vocabulary(write: Any, speculators_v1: dict[str,
     assert config.selector is None
 
 
+@pytest.mark.parametrize(("model_type", "head_dim"), [("qwen3", 128), ("llama", 16)])
+def test_sizes_that_are_left_out(write: Any, speculators_v1: dict[str, Any], model_type: str, head_dim: int) -> None:
+    """The head size is the default of the layers' own kind; the block size is that of Speculators."""
+    layers = speculators_v1["transformer_layer_config"] | {"model_type": model_type}
+    del layers["head_dim"]
+    config = parse_drafter_config(
+        write(speculators_v1, transformer_layer_config=layers, block_size=None, speculators_config=None)
+    )
+    assert (config.head_dim, config.block_size) == (head_dim, 8)
+
+
 @pytest.mark.parametrize(("stored", "expected"), [(None, 64), (128, 128)])
 def test_size_of_the_targets_features(
     write: Any, speculators_v1: dict[str, Any], stored: int | None, expected: int

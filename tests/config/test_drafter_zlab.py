@@ -315,8 +315,23 @@ def test_target_directory_given_as_drafter(write: Any) -> None:
     assert "swapped" in caught.value.hint
 
 
-def test_softcap_that_is_not_positive_is_off(write: Any, zlab_v1: dict[str, Any]) -> None:
-    assert parse_drafter_config(write(zlab_v1, final_logit_softcapping=0.0)).final_logit_softcapping is None
+@pytest.mark.parametrize("cap", [0.0, -30.0])
+def test_softcap_that_is_not_positive_is_off(write: Any, zlab_v1: dict[str, Any], cap: float) -> None:
+    assert parse_drafter_config(write(zlab_v1, final_logit_softcapping=cap)).final_logit_softcapping is None
+
+
+def test_sizes_that_are_left_out_are_transformers(
+    write: Any, zlab_v1: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of Qwen3Config; a block size, which it does not have, is the reference's, and that is said."""
+    with caplog.at_level(logging.WARNING):
+        config = parse_drafter_config(
+            write(zlab_v1, head_dim=None, rms_norm_eps=None, num_key_value_heads=None, block_size=None)
+        )
+    assert (config.head_dim, config.rms_norm_eps) == (Qwen3Config().head_dim, Qwen3Config().rms_norm_eps)
+    assert config.num_kv_heads == config.num_heads
+    assert config.block_size == 16
+    assert "no block_size; using 16" in caplog.text
 
 
 def test_numbers_that_json_should_not_have(write: Any, zlab_v1: dict[str, Any]) -> None:

@@ -64,6 +64,15 @@ def test_qwen3(tmp_path: Path) -> None:
     assert (parsed.family, parsed.head_dim, parsed.qk_norm, parsed.tie_word_embeddings) == ("qwen3", 32, True, True)
 
 
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
+def test_sizes_that_are_left_out_are_transformers(tmp_path: Path, kind: type[PretrainedConfig]) -> None:
+    architecture = {"LlamaConfig": "LlamaForCausalLM", "Qwen3Config": "Qwen3ForCausalLM"}[kind.__name__]
+    config = kind(**SIZES, architectures=[architecture])
+    parsed = parse_target_config(save(config, tmp_path, head_dim=..., rms_norm_eps=..., tie_word_embeddings=...))
+    assert (parsed.head_dim, parsed.rms_norm_eps) == (config.head_dim, config.rms_norm_eps)
+    assert parsed.tie_word_embeddings == config.tie_word_embeddings
+
+
 def test_qwen3_windows_are_transformers(tmp_path: Path) -> None:
     config = Qwen3Config(
         **SIZES, use_sliding_window=True, sliding_window=32, max_window_layers=1, architectures=["Qwen3ForCausalLM"]
