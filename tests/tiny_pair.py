@@ -72,7 +72,8 @@ class TargetRecipe:
     """A target to write.
 
     ``rope`` is merged into its rotary parameters; ``window`` is given to every second layer of a Qwen3 target;
-    ``favourite`` makes one token likelier than the others, which gives DFlash 1 something to guess.
+    ``favourite`` makes one token likelier than the others, which gives DFlash 1 something to guess; ``biased``
+    projections add something, where the family can.
     """
 
     family: Family = "llama"
@@ -82,6 +83,7 @@ class TargetRecipe:
     seed: int = 0
     favourite: float = 0.6
     rope: dict[str, Any] = field(default_factory=dict)
+    biased: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,10 +146,11 @@ def random_target(recipe: TargetRecipe) -> PreTrainedModel:
         "pad_token_id": EOS,
         "dtype": "float32",
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0} | recipe.rope,
+        "attention_bias": recipe.biased,
     }
     generator = torch.Generator().manual_seed(recipe.seed)
     if recipe.family == "llama":
-        model: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**shape))
+        model: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**shape, mlp_bias=recipe.biased))
     else:
         if recipe.window is not None:
             kinds = ["sliding_attention" if i % 2 else "full_attention" for i in range(recipe.layers)]
@@ -240,6 +243,9 @@ def drafter_tensors(recipe: DrafterRecipe, target: PreTrainedModel) -> dict[str,
             layer + "mlp.up_proj.weight": (80, HIDDEN),
             layer + "mlp.down_proj.weight": (HIDDEN, 80),
         }
+        if recipe.top_level.get("attention_bias"):
+            biases = {"q": 64, "k": 32, "v": 32, "o": HIDDEN}
+            shapes |= {f"{layer}self_attn.{name}_proj.bias": (rows,) for name, rows in biases.items()}
         if recipe.version == 2:
             for conv in ("attention_conv", "mlp_conv"):
                 shapes[f"{layer}{conv}.base_kernel"] = (2, 2, HIDDEN)
@@ -272,6 +278,12 @@ def _random_weight(name: str, shape: tuple[int, ...], generator: torch.Generator
     weight = torch.randn(shape, generator=generator)
     if "norm" in name:
         return 1.0 + 0.1 * weight
+    if name.endswith(".bias"):
+        weight = 0.2 * weight
+        if "o_proj" in name or "down_proj" in name:
+            # The constant dimension of the residual stream.
+            weight[0] = 0.0
+        return weight
     if "base_kernel" in name:
         weight = 0.2 * weight
         weight[:, 0] += 1.0
@@ -330,6 +342,11 @@ PAIRS: dict[str, tuple[TargetRecipe, DrafterRecipe]] = {
     "llama-v1": (
         TargetRecipe("llama", seed=9, favourite=0.9),
         DrafterRecipe(1, block_size=6, target_layer_ids=(3, 1, 0, 2), top_level={"is_causal": True}),
+    ),
+    # Every projection that may have a bias has one.
+    "llama-bias": (
+        TargetRecipe("llama", seed=5, biased=True),
+        DrafterRecipe(2, block_size=5, top_level={"attention_bias": True}),
     ),
 }
 """The pairs that most tests use, by name."""

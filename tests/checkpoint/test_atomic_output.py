@@ -86,7 +86,7 @@ def partial_siblings(directory: Path) -> list[str]:
 
 
 def test_killed_before_anything_was_there(tmp_path: Path, target: Path) -> None:
-    """B52: kill -9 at every stage leaves no directory; the next run works and clears up."""
+    """Kill -9 at every stage leaves no directory; the next run works and clears up."""
     output = tmp_path / "work" / "out"
     assert run_killer(target, output, STAGES) == [[stage, "signal 9", None] for stage in STAGES]
     # Each run removes what the one before left.
@@ -97,7 +97,7 @@ def test_killed_before_anything_was_there(tmp_path: Path, target: Path) -> None:
 
 
 def test_killed_while_replacing(tmp_path: Path, target: Path) -> None:
-    """B52: the old directory stays whole until the new one is, with no moment in between."""
+    """The old directory stays whole until the new one is, with no moment in between."""
     output = tmp_path / "out"
     convert(str(target), None, output)
     new = content(output)
@@ -219,7 +219,7 @@ def test_two_writers_at_once(tmp_path: Path) -> None:
 def test_damage_is_found(
     tmp_path: Path, target: Path, drafter: Path, file: str, damage: str, words: str, found_by_open: bool
 ) -> None:
-    """B52: sizes when opened, contents when verified; the file is named."""
+    """Sizes when opened, contents when verified; the file is named."""
     convert(str(target), str(drafter), tmp_path / "out")
     path = tmp_path / "out" / file
     data = path.read_bytes()

@@ -87,13 +87,22 @@ def assert_same(found: Any, expected: dict[str, torch.Tensor], dtype: torch.dtyp
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_target_tensors(tmp_path: Path, family: str, tied: bool) -> None:
-    """B44: a tied head is not written a second time."""
+    """A tied head is not written a second time."""
     source = write_target(tmp_path / "target", family=family, tie_word_embeddings=tied)
     convert(str(source), None, tmp_path / "out")
     checkpoint = open_checkpoint(tmp_path / "out")
     assert_same(checkpoint.tensors("target"), expected_target(load_file(source / "model.safetensors")))
     assert checkpoint.target_config == parse_target_config(source)
     assert checkpoint.drafter_config is None
+
+
+def test_tied_head_that_is_stored_a_second_time(tmp_path: Path) -> None:
+    """Left out, as transformers does, whatever it holds."""
+    source = write_target(tmp_path / "target", tie_word_embeddings=True)
+    expected = expected_target(load_file(source / "model.safetensors"))
+    rewrite(source, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(VOCAB, HIDDEN)}))
+    convert(str(source), None, tmp_path / "out")
+    assert_same(open_checkpoint(tmp_path / "out").tensors("target"), expected)
 
 
 def test_target_biases(tmp_path: Path) -> None:
@@ -136,7 +145,7 @@ def test_codebooks_with_the_older_names(tmp_path: Path, target: Path, drafter: P
 
 
 def test_speculators_reduced_vocabulary(tmp_path: Path, target: Path) -> None:
-    """B41: the drafter's own head and the offsets are kept, the mask of drafted ids is not."""
+    """The drafter's own head and the offsets are kept, the mask of drafted ids is not."""
     source = write_speculators(tmp_path / "drafter", draft_vocab=32)
     theirs = load_file(source / "model.safetensors")
     convert(str(target), str(source), tmp_path / "out")
@@ -177,7 +186,7 @@ def test_speculators_copies_of_the_targets_tables(tmp_path: Path, target: Path) 
 
 @pytest.mark.parametrize("drafter_vocab", [VOCAB - 10, VOCAB + 14])
 def test_codebooks_follow_the_targets_vocabulary(tmp_path: Path, target: Path, drafter_vocab: int) -> None:
-    """B42: surplus rows are cut; tokens the drafter does not know get zero rows, so the head alone scores them."""
+    """Surplus rows are cut; tokens the drafter does not know get zero rows, so the head alone scores them."""
     source = write_zlab(tmp_path / "drafter", vocab=drafter_vocab)
     report = convert(str(target), str(source), tmp_path / "out")
     checkpoint = open_checkpoint(tmp_path / "out")
@@ -193,7 +202,7 @@ def test_codebooks_follow_the_targets_vocabulary(tmp_path: Path, target: Path, d
 
 
 def test_padded_vocabulary_rows_are_left_out(tmp_path: Path, target: Path) -> None:
-    """B42: padding rows with large values could win as candidates."""
+    """Padding rows with large values could win as candidates."""
     original = load_file(target / "model.safetensors")
 
     def pad(tensors: dict[str, torch.Tensor]) -> None:
@@ -309,11 +318,26 @@ def test_target_without_tokenizer(tmp_path: Path, target: Path) -> None:
             lambda t: t.update({"model.norm.weight": torch.zeros(HIDDEN, dtype=torch.int8)}),
             "found dtype I8, expected one of",
         ),
+        (
+            # A head stored quantised, whose scale nobody would apply.
+            lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(torch.float8_e4m3fn)}),
+            r"'lm_head\.weight': found dtype F8_E4M3, expected one of",
+        ),
+        (
+            # Packed two to a byte: the scale explains the shape.
+            lambda t: t.update(
+                {
+                    "lm_head.weight": torch.zeros(VOCAB, HIDDEN // 2, dtype=torch.uint8),
+                    "lm_head.weight_scale": torch.ones(VOCAB),
+                }
+            ),
+            r"'lm_head\.weight_scale': targets with weights that are stored quantised are not supported",
+        ),
         (lambda t: t["model.norm.weight"][:1].fill_(float("nan")), "not finite"),
     ],
 )
 def test_wrong_target_tensors(tmp_path: Path, target: Path, change: Any, words: str) -> None:
-    """B50: tensor, file, found and expected; nothing is left behind."""
+    """Tensor, file, found and expected; nothing is left behind."""
     rewrite(target, change)
     with pytest.raises(CheckpointError, match=words):
         convert(str(target), None, tmp_path / "out")
@@ -329,11 +353,12 @@ def test_wrong_target_tensors(tmp_path: Path, target: Path, change: Any, words: 
         ("layers.0.self_attn.sinks", "attention sinks"),
         ("lm_head.weight", "a head of their own"),
         ("d2t", "a reduced vocabulary"),
+        ("layers.0.mlp.up_proj.weight_scale", "stored quantised"),
         ("layers.0.mlp.bias", "1 tensors that a drafter"),
     ],
 )
 def test_unsupported_drafter_tensors(tmp_path: Path, target: Path, drafter: Path, name: str, words: str) -> None:
-    """B41 (v2 with d2t) and the variants that only their tensors give away."""
+    """A reduced vocabulary of version 2, and the variants that only their tensors give away."""
     rewrite(drafter, lambda tensors: tensors.update({name: torch.zeros(2)}))
     with pytest.raises(CheckpointError, match=words):
         convert(str(target), str(drafter), tmp_path / "out")
@@ -349,7 +374,7 @@ def test_missing_drafter_tensors(tmp_path: Path, target: Path, drafter: Path, na
 
 
 def test_swapped_directories(tmp_path: Path, target: Path, drafter: Path) -> None:
-    """B50: says which is which before any tensor name is read."""
+    """Says which is which before any tensor name is read."""
     with pytest.raises(ConfigError, match="holds a DFlash drafter") as caught:
         convert(str(drafter), str(target), tmp_path / "out")
     assert caught.value.hint is not None
@@ -359,7 +384,6 @@ def test_swapped_directories(tmp_path: Path, target: Path, drafter: Path) -> Non
 
 
 def test_drafter_of_another_target(tmp_path: Path, target: Path) -> None:
-    """B51."""
     drafter = write_zlab(tmp_path / "drafter", num_target_layers=LAYERS + 1)
     with pytest.raises(ConfigError, match="trained for a target of 5 layers"):
         convert(str(target), str(drafter), tmp_path / "out")

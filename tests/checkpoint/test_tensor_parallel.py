@@ -69,7 +69,6 @@ def test_vocabulary_is_split_and_padded(tmp_path: Path, target: Path, drafter: P
 
 
 def test_tied_head_is_written_only_for_several_ranks(tmp_path: Path, drafter: Path) -> None:
-    """B44."""
     target = write_target(tmp_path / "tied", tie_word_embeddings=True)
     (whole,) = ranks(tmp_path, target, drafter, 1, "target")
     assert "lm_head.weight" not in whole
@@ -128,7 +127,7 @@ def test_quantised_shards_are_shards_of_the_quantised_whole(tmp_path: Path, targ
     ("tp_size", "words"), [(3, "2 key/value heads"), (4, "6 attention heads"), (12, "6 attention")]
 )
 def test_sizes_that_do_not_divide(tmp_path: Path, target: Path, tp_size: int, words: str) -> None:
-    """B57: refused at convert, with the sizes that would work."""
+    """Refused at convert, with the sizes that would work."""
     with pytest.raises(CheckpointError, match=f"the target's {words}") as caught:
         convert(str(target), None, tmp_path / "out", tp_size=tp_size)
     assert caught.value.hint == "tensor-parallel sizes that work for the target: 1, 2, 6"
@@ -136,7 +135,7 @@ def test_sizes_that_do_not_divide(tmp_path: Path, target: Path, tp_size: int, wo
 
 
 def test_drafter_that_does_not_divide(tmp_path: Path, target: Path) -> None:
-    """B57 for the drafter's own geometry."""
+    """The same for the drafter's own geometry."""
     drafter = write_zlab(
         tmp_path / "drafter", num_attention_heads=HEADS // 2, head_dim=HEAD_DIM * 2, num_key_value_heads=1
     )

@@ -18,7 +18,7 @@ from trtllm_dflash.errors import ConfigError
     ],
 )
 def test_translation_is_printed(word: str, value: int, block_size: int) -> None:
-    """B49: whether the anchor counts differs between tools."""
+    """Whether the anchor counts differs between tools."""
     translation = translate_block_size(word, value)
     assert translation.block_size == block_size
     assert (

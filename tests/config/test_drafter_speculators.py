@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from trtllm_dflash.errors import ConfigError
 
 
 def test_version_1_with_reduced_vocabulary(write: Any, speculators_v1: dict[str, Any]) -> None:
-    """B36, B41: ids count the embedding output as 0, so they shift by one; 32 of 1000 tokens have a head row."""
+    """Ids count the embedding output as 0, so they shift by one; 32 of 1000 tokens have a head row."""
     config = parse_drafter_config(write(speculators_v1))
     assert (config.version, config.source_format) == (1, "speculators")
     assert config.target_layer_ids == (1, 5, 8)
@@ -19,6 +20,27 @@ def test_version_1_with_reduced_vocabulary(write: Any, speculators_v1: dict[str,
     assert (config.block_size, config.mask_token_id, config.num_target_layers) == (8, 7, None)
     assert config.conv is None
     assert config.selector is None
+
+
+@pytest.mark.parametrize(("model_type", "head_dim"), [("qwen3", 128), ("llama", 16)])
+def test_sizes_that_are_left_out(write: Any, speculators_v1: dict[str, Any], model_type: str, head_dim: int) -> None:
+    """The head size is the default of the layers' own kind; the block size is that of Speculators."""
+    layers = speculators_v1["transformer_layer_config"] | {"model_type": model_type}
+    del layers["head_dim"]
+    config = parse_drafter_config(
+        write(speculators_v1, transformer_layer_config=layers, block_size=None, speculators_config=None)
+    )
+    assert (config.head_dim, config.block_size) == (head_dim, 8)
+
+
+@pytest.mark.parametrize(("stored", "expected"), [(None, 64), (128, 128)])
+def test_size_of_the_targets_features(
+    write: Any, speculators_v1: dict[str, Any], stored: int | None, expected: int
+) -> None:
+    """Trainers write null where it is the drafter's own."""
+    directory = write(speculators_v1)
+    (directory / "config.json").write_text(json.dumps(speculators_v1 | {"target_hidden_size": stored}))
+    assert parse_drafter_config(directory).target_hidden_size == expected
 
 
 def test_version_2(write: Any, speculators_v2: dict[str, Any]) -> None:
@@ -29,8 +51,20 @@ def test_version_2(write: Any, speculators_v2: dict[str, Any]) -> None:
     assert (config.selector.rank, config.selector.top_k) == (8, 4)
 
 
+def test_scaling_fields_are_kept(write: Any, speculators_v2: dict[str, Any]) -> None:
+    """Without them the drafter runs and proposes worse; only the acceptance length would tell."""
+    fields = {"output_multiplier": 0.2, "final_logit_softcapping": 20.0, "input_embedding_scale": 24.0}
+    config = parse_drafter_config(write(speculators_v2, **fields))
+    assert (config.output_multiplier, config.final_logit_softcapping, config.input_embedding_scale) == (0.2, 20.0, 24.0)
+
+
+def test_unsorted_layer_ids_keep_their_order(write: Any, speculators_v1: dict[str, Any]) -> None:
+    """The columns of the features follow the file."""
+    config = parse_drafter_config(write(speculators_v1, aux_hidden_state_layer_ids=[9, 2, 6]))
+    assert config.target_layer_ids == (8, 1, 5)
+
+
 def test_version_2_with_reduced_vocabulary(write: Any, speculators_v2: dict[str, Any]) -> None:
-    """B41."""
     with pytest.raises(ConfigError, match=r"draft_vocab_size': found 32, expected the whole vocabulary \(1000\)"):
         parse_drafter_config(write(speculators_v2, draft_vocab_size=32))
 
@@ -46,7 +80,7 @@ def test_causality(
     non_causal: bool | None,
     causal: bool,
 ) -> None:
-    """B33: sliding layers follow sliding_window_non_causal (default true for version 2 only), full ones see all."""
+    """Sliding layers follow sliding_window_non_causal (default true for version 2 only), full ones see all."""
     base = speculators_v1 if version == 1 else speculators_v2
     layers = base["transformer_layer_config"] | {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],

@@ -83,7 +83,7 @@ def test_published_dflash2_fields(write: Any) -> None:
 def test_causality_and_window_are_the_references(
     write: Any, zlab_v1: dict[str, Any], zlab_v2: dict[str, Any], version: int, is_causal: bool | None
 ) -> None:
-    """B33: mixed layers; what the reference computes from transformers' Qwen3Config is the oracle."""
+    """Mixed layers; what the reference computes from transformers' Qwen3Config is the oracle."""
     fields = {"layer_types": [SLIDING, FULL, SLIDING], "use_sliding_window": True, "sliding_window": 32}
     base = zlab_v1 if version == 1 else zlab_v2
     seen_by_reference = Qwen3Config(num_hidden_layers=3, **fields)
@@ -111,7 +111,7 @@ def test_causality_and_window_are_the_references(
 def test_windows_without_sliding_layer_types_are_transformers(
     write: Any, zlab_v1: dict[str, Any], fields: dict[str, Any]
 ) -> None:
-    """B32: where transformers' Qwen3Config and the file do not disagree, its reading is ours."""
+    """Where transformers' Qwen3Config and the file do not disagree, its reading is ours."""
     seen = Qwen3Config(num_hidden_layers=3, **fields)
     expected = [seen.sliding_window if kind == SLIDING else None for kind in seen.layer_types]
     assert [window for window, _ in parsed_layers(write(zlab_v1, **fields))] == expected
@@ -120,7 +120,7 @@ def test_windows_without_sliding_layer_types_are_transformers(
 def test_flagless_sliding_layers_keep_their_window_and_say_so(
     write: Any, zlab_v1: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """B32: Qwen3Config would drop the window in silence."""
+    """Qwen3Config would drop the window in silence."""
     directory = write(zlab_v1, layer_types=[SLIDING, FULL, SLIDING], sliding_window=32)
     with caplog.at_level(logging.WARNING):
         layers = parsed_layers(directory)
@@ -147,7 +147,7 @@ def test_flagless_sliding_layers_keep_their_window_and_say_so(
     ],
 )
 def test_contradictory_windows(write: Any, zlab_v1: dict[str, Any], fields: dict[str, Any], key: str) -> None:
-    """B32: never a guess."""
+    """Never a guess."""
     with pytest.raises(ConfigError, match=rf"config\.json: key '(dflash_config\.)?{key}'"):
         parse_drafter_config(write(zlab_v1, **fields))
 
@@ -168,7 +168,7 @@ def test_contradictory_windows(write: Any, zlab_v1: dict[str, Any], fields: dict
 def test_swa_spelling(
     write: Any, zlab_v1: dict[str, Any], fields: dict[str, Any], expected: list[tuple[int | None, bool]]
 ) -> None:
-    """B32: ``use_swa`` in dflash_config, as MiMo and ModelOpt write it."""
+    """``use_swa`` in dflash_config, as MiMo and ModelOpt write it."""
     nested = zlab_v1["dflash_config"] | {
         k: v for k, v in fields.items() if k in ("use_swa", "swa_window_size", "causal")
     }
@@ -190,13 +190,12 @@ def test_recipe_given_twice_must_agree(write: Any, zlab_v1: dict[str, Any]) -> N
 
 @pytest.mark.parametrize(("ids", "words"), [([1, 5, 5], "duplicates: 5"), ([-1, 5], "out of range: -1"), ([], "one")])
 def test_bad_layer_ids(write: Any, zlab_v1: dict[str, Any], ids: list[int], words: str) -> None:
-    """B48."""
     with pytest.raises(ConfigError, match=words):
         parse_drafter_config(write(zlab_v1, dflash_config={"mask_token_id": 7, "target_layer_ids": ids}))
 
 
 def test_layer_id_range(write: Any, zlab_v1: dict[str, Any]) -> None:
-    """B37: the last layer may be captured, the one after it names the range."""
+    """The last layer may be captured, the one after it names the range."""
     last = write(zlab_v1, "last", dflash_config={"mask_token_id": 7, "target_layer_ids": [0, 11]})
     assert parse_drafter_config(last).target_layer_ids == (0, 11)
     beyond = write(zlab_v1, "beyond", dflash_config={"mask_token_id": 7, "target_layer_ids": [0, 12]})
@@ -205,7 +204,7 @@ def test_layer_id_range(write: Any, zlab_v1: dict[str, Any]) -> None:
 
 
 def test_unsorted_layer_ids_keep_their_order(write: Any, zlab_v1: dict[str, Any]) -> None:
-    """B48: the columns of the features follow the file."""
+    """The columns of the features follow the file."""
     directory = write(zlab_v1, dflash_config={"mask_token_id": 7, "target_layer_ids": [9, 1, 5]})
     assert parse_drafter_config(directory).target_layer_ids == (9, 1, 5)
 
@@ -233,9 +232,19 @@ def test_default_layer_ids_are_the_published_ones(
     assert parse_drafter_config(directory).target_layer_ids == expected
 
 
+@pytest.mark.parametrize("target_layers", [1, 3, 4, 6])
+def test_default_layer_ids_that_a_small_target_cannot_give(
+    write: Any, zlab_v1: dict[str, Any], target_layers: int
+) -> None:
+    """Five ids out of so few layers: the even spread repeats some or leaves the target."""
+    recipe = {"num_hidden_layers": 5, "num_target_layers": target_layers, "dflash_config": {"mask_token_id": 7}}
+    with pytest.raises(ConfigError, match=r"target_layer_ids'.*(duplicates|out of range)"):
+        parse_drafter_config(write(zlab_v1, **recipe))
+
+
 @pytest.mark.parametrize("mask", [None, 1000, -1, 7.0, True])
 def test_bad_mask_token(write: Any, zlab_v1: dict[str, Any], mask: Any) -> None:
-    """B45: absent, one past the vocabulary, negative, not an integer."""
+    """Absent, one past the vocabulary, negative, not an integer."""
     nested = {"target_layer_ids": [1, 5, 9]} | ({} if mask is None else {"mask_token_id": mask})
     with pytest.raises(ConfigError, match=r"mask_token_id'.*expected an integer in \[0, 999\]"):
         parse_drafter_config(write(zlab_v1, dflash_config=nested))
@@ -290,7 +299,7 @@ def test_unsupported_variants_by_name(write: Any, zlab_v1: dict[str, Any], chang
 
 
 def test_stored_mask_embedding(write: Any, zlab_v1: dict[str, Any]) -> None:
-    """B45: MiMo's mask_embedding.pt."""
+    """MiMo's mask_embedding.pt."""
     directory = write(zlab_v1)
     (directory / "mask_embedding.pt").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"mask_embedding\.pt: found a stored mask embedding"):
@@ -298,15 +307,29 @@ def test_stored_mask_embedding(write: Any, zlab_v1: dict[str, Any]) -> None:
 
 
 def test_target_directory_given_as_drafter(write: Any) -> None:
-    """B50."""
     with pytest.raises(ConfigError, match="looks like a target model") as caught:
         parse_drafter_config(write({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}))
     assert caught.value.hint is not None
     assert "swapped" in caught.value.hint
 
 
-def test_softcap_that_is_not_positive_is_off(write: Any, zlab_v1: dict[str, Any]) -> None:
-    assert parse_drafter_config(write(zlab_v1, final_logit_softcapping=0.0)).final_logit_softcapping is None
+@pytest.mark.parametrize("cap", [0.0, -30.0])
+def test_softcap_that_is_not_positive_is_off(write: Any, zlab_v1: dict[str, Any], cap: float) -> None:
+    assert parse_drafter_config(write(zlab_v1, final_logit_softcapping=cap)).final_logit_softcapping is None
+
+
+def test_sizes_that_are_left_out_are_transformers(
+    write: Any, zlab_v1: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of Qwen3Config; a block size, which it does not have, is the reference's, and that is said."""
+    with caplog.at_level(logging.WARNING):
+        config = parse_drafter_config(
+            write(zlab_v1, head_dim=None, rms_norm_eps=None, num_key_value_heads=None, block_size=None)
+        )
+    assert (config.head_dim, config.rms_norm_eps) == (Qwen3Config().head_dim, Qwen3Config().rms_norm_eps)
+    assert config.num_kv_heads == config.num_heads
+    assert config.block_size == 16
+    assert "no block_size; using 16" in caplog.text
 
 
 def test_numbers_that_json_should_not_have(write: Any, zlab_v1: dict[str, Any]) -> None:

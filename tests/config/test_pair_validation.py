@@ -51,7 +51,6 @@ def test_fitting_pair_needs_no_notes(target: TargetConfig, drafter: DrafterConfi
 def test_vocabularies_that_differ_are_noted(
     target: TargetConfig, drafter: DrafterConfig, drafter_vocab: int, words: str
 ) -> None:
-    """B42."""
     (note,) = validate_pair(target, replace(drafter, vocab_size=drafter_vocab))
     assert words in note
     assert f"drafter vocabulary {drafter_vocab}, target vocabulary 1000" in note
@@ -70,7 +69,6 @@ def test_vocabularies_that_differ_are_noted(
 def test_pairs_that_do_not_fit(
     target: TargetConfig, drafter: DrafterConfig, changes: dict[str, Any], words: str
 ) -> None:
-    """B36, B37, B45, B51."""
     with pytest.raises(ConfigError, match=words) as caught:
         validate_pair(target, replace(drafter, **changes))
     assert caught.value.hint is not None

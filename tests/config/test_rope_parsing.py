@@ -30,12 +30,11 @@ DEFAULT = RopeConfig(theta=5e5, rotary_dim=16)
     ],
 )
 def test_spellings_of_the_default_rope(write: Any, zlab_v1: dict[str, Any], fields: dict[str, Any]) -> None:
-    """B35."""
     assert parse_drafter_config(write(zlab_v1 | {"rope_theta": None} | fields)).rope == DEFAULT
 
 
 def test_no_theta_anywhere(write: Any, zlab_v1: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    """B35: transformers' default, said aloud."""
+    """Transformers' default, said aloud."""
     with caplog.at_level(logging.WARNING):
         config = parse_drafter_config(write(zlab_v1, rope_theta=None))
     assert config.rope == RopeConfig(theta=10_000.0, rotary_dim=16)
@@ -44,14 +43,14 @@ def test_no_theta_anywhere(write: Any, zlab_v1: dict[str, Any], caplog: pytest.L
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_yarn(write: Any, zlab_v1: dict[str, Any], key: str) -> None:
-    """B35."""
-    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 16.0}
+    """Its own factor, which is not that of the two lengths here."""
+    scaling = {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 128, "beta_fast": 16.0}
     rope = parse_drafter_config(write(zlab_v1, **{key: scaling})).rope
     assert rope == RopeConfig(
         theta=1e4,
         rotary_dim=16,
         rope_type="yarn",
-        factor=4.0,
+        factor=3.0,
         original_max_positions=128,
         beta_fast=16.0,
         beta_slow=1.0,

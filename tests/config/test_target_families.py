@@ -64,6 +64,15 @@ def test_qwen3(tmp_path: Path) -> None:
     assert (parsed.family, parsed.head_dim, parsed.qk_norm, parsed.tie_word_embeddings) == ("qwen3", 32, True, True)
 
 
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
+def test_sizes_that_are_left_out_are_transformers(tmp_path: Path, kind: type[PretrainedConfig]) -> None:
+    architecture = {"LlamaConfig": "LlamaForCausalLM", "Qwen3Config": "Qwen3ForCausalLM"}[kind.__name__]
+    config = kind(**SIZES, architectures=[architecture])
+    parsed = parse_target_config(save(config, tmp_path, head_dim=..., rms_norm_eps=..., tie_word_embeddings=...))
+    assert (parsed.head_dim, parsed.rms_norm_eps) == (config.head_dim, config.rms_norm_eps)
+    assert parsed.tie_word_embeddings == config.tie_word_embeddings
+
+
 def test_qwen3_windows_are_transformers(tmp_path: Path) -> None:
     config = Qwen3Config(
         **SIZES, use_sliding_window=True, sliding_window=32, max_window_layers=1, architectures=["Qwen3ForCausalLM"]
@@ -74,7 +83,7 @@ def test_qwen3_windows_are_transformers(tmp_path: Path) -> None:
 
 
 def test_qwen3_sliding_layers_without_the_flag(tmp_path: Path) -> None:
-    """B32: transformers would run full attention."""
+    """Transformers would run full attention."""
     config = Qwen3Config(**SIZES, architectures=["Qwen3ForCausalLM"])
     directory = save(config, tmp_path, layer_types=["sliding_attention"] * 3, sliding_window=32, use_sliding_window=...)
     with pytest.raises(ConfigError, match="use_sliding_window': found nothing, expected true"):
@@ -148,7 +157,6 @@ def test_targets_with_recurrent_layers_are_refused(tmp_path: Path, changes: dict
 
 @pytest.mark.parametrize("drafter", ["zlab_v1", "zlab_v2", "speculators_v1", "speculators_v2"])
 def test_drafter_directory_given_as_target(write: Any, request: pytest.FixtureRequest, drafter: str) -> None:
-    """B50."""
     with pytest.raises(ConfigError, match="this directory holds a DFlash drafter") as caught:
         parse_target_config(write(request.getfixturevalue(drafter)))
     assert caught.value.hint is not None

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_pair import DrafterRecipe, write_drafter
 
 from trtllm_dflash.checkpoint.convert import convert
 from trtllm_dflash.engine.build import build
@@ -130,6 +131,16 @@ def test_limits_out_of_range(tiny_checkpoints: Callable, tmp_path: Path, limits:
     with pytest.raises(ConfigError, match=message):
         build(tiny_checkpoints("llama-v2"), tmp_path / "engines", **({"backend": "torch"} | limits))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_sequences_are_no_longer_than_the_drafter_was_trained_for(tiny_pairs: Callable, tmp_path: Path) -> None:
+    """Its rotations beyond are made up, and only the acceptance length would tell."""
+    pair = tiny_pairs("llama-v2")
+    write_drafter(tmp_path / "drafter", DrafterRecipe(top_level={"max_position_embeddings": 96}), pair.model)
+    convert(str(pair.target), str(tmp_path / "drafter"), tmp_path / "checkpoint")
+    with pytest.raises(ConfigError, match="--max-seq-len 97: expected 2 to 96"):
+        build(tmp_path / "checkpoint", tmp_path / "engines", backend="torch", max_seq_len=97)
+    assert build(tmp_path / "checkpoint", tmp_path / "engines", backend="torch").limits.max_seq_len == 96
 
 
 def test_target_alone(tiny_pairs: Callable, tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def _check_q_rows(
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_equals_reference(reference: Any, tiny_pairs: Callable, tiny_engines: Callable, name: str) -> None:
-    """Windows, causality, unsorted ids, multiplier, soft cap and embedding scale, as the pairs have them."""
+    """Windows, causality, unsorted ids, multiplier, soft cap, embedding scale and biases, as the pairs have them."""
     session, pair = load_session(tiny_engines(name), device="cpu"), tiny_pairs(name)
     _check_against_reference(reference, session, pair.model, pair.drafter, session.limits.block_size)
 
@@ -255,7 +255,15 @@ def test_reduced_vocabulary_uses_its_own_head(reference: Any, tmp_path: Path) ->
         _reference_drafter(reference, tmp_path / "z-lab", 1), model, features, ACTIVE[3], 4, scale=1.0
     )
     found = _draft(sessions["speculators"], features, ACTIVE[3], 4)
-    assert found.draft_tokens.tolist() == kept[(hidden @ head.T).argmax(-1)].tolist()
+    logits = hidden @ head.T
+    assert found.draft_tokens.tolist() == kept[logits.argmax(-1)].tolist()
+    # Acceptance looks q up by the target's ids, so the candidates must be those too.
+    sampled = _draft(sessions["speculators"], features, ACTIVE[3], 4, temperature=0.8, draw=0.37)
+    best = torch.topk(logits, sampled.candidates.shape[-1])
+    assert sampled.candidates.tolist() == kept[best.indices].tolist()
+    torch.testing.assert_close(sampled.q_rows, torch.softmax(best.values / 0.8, dim=-1), atol=2e-5, rtol=0)
+    drawn = (sampled.q_rows.cumsum(-1) <= 0.37).sum(-1, keepdim=True)
+    assert sampled.draft_tokens.tolist() == sampled.candidates.gather(-1, drawn).squeeze(-1).tolist()
     assert found.draft_tokens.tolist() != _draft(sessions["z-lab"], features, ACTIVE[3], 4).draft_tokens.tolist()
 
 

@@ -96,7 +96,7 @@ def layer_outputs(model: PreTrainedModel, ids: Sequence[int]) -> tuple[Tensor, l
     return logits, [output.reshape(len(ids), -1) for output in outputs]
 
 
-@pytest.mark.parametrize("name", ["llama-v2", "qwen3-v1", "qwen3-v2", "llama-v1"])
+@pytest.mark.parametrize("name", ["llama-v2", "qwen3-v1", "qwen3-v2", "llama-v1", "llama-bias"])
 def test_logits_and_features(tiny_pairs: Callable, tiny_engines: Callable, name: str) -> None:
     """Feature column i is the output of decoder layer id i, in the configuration's order, the last one un-normed."""
     session, model = load_session(tiny_engines(name), device="cpu"), tiny_pairs(name).model

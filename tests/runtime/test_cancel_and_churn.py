@@ -14,6 +14,7 @@ from tiny_pair import ACTIVE, byte_id
 
 from trtllm_dflash.config.sampling import SamplingParams
 from trtllm_dflash.errors import EngineError
+from trtllm_dflash.runtime.cycle_runner import EngineOptions
 from trtllm_dflash.runtime.llm import LLM
 from trtllm_dflash.runtime.outputs import OutputChunk
 
@@ -26,11 +27,13 @@ def _idle(llm: LLM) -> bool:
 
 
 def test_a_thousand_random_cancels(tiny_engines: Callable) -> None:
-    """Pages are scarce and re-used at once; who is not cancelled gets the text it gets alone."""
+    """Pages are scarce and re-used at once, with a cycle of the victim in flight; who is not cancelled gets the text it
+    gets alone."""
     draw = random.Random(7)
     prompts = [[draw.choice(ACTIVE) for _ in range(draw.randrange(1, 60))] for _ in range(12)]
     lengths = [draw.randrange(5, 50) for _ in prompts]
-    with LLM(tiny_engines("llama-v2"), device="cpu", kv_cache_tokens=32 * 24) as llm:
+    options = EngineOptions(overlap=True)
+    with LLM(tiny_engines("llama-v2"), device="cpu", kv_cache_tokens=32 * 24, options=options) as llm:
         alone = [
             llm.generate(prompt, replace(GREEDY, max_tokens=length))[0]
             for prompt, length in zip(prompts, lengths, strict=True)
@@ -116,6 +119,24 @@ def test_slot_is_clean_for_its_next_owner(tiny_engines: Callable) -> None:
         with LLM(engines, device="cpu") as fresh:
             assert fresh.generate(prompt, quiet)[0].token_ids == output.token_ids
         assert {ACTIVE[9], c} <= set(output.token_ids)
+
+
+@pytest.mark.parametrize(
+    "loud", [{"logit_bias": {byte_id(ord("a")): -100.0}}, {"bad_words": ("a",)}], ids=["bias", "bad words"]
+)
+def test_what_a_slot_was_asked_before_does_not_come_back_with_a_neighbour(
+    tiny_engines: Callable, loud: dict[str, object]
+) -> None:
+    """A batch computes what any of its requests asks for; a row that asked for nothing must have nothing left over."""
+    plain = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    noisy = replace(plain, **loud)  # type: ignore[arg-type]
+    with LLM(tiny_engines("llama-v2", max_batch_size=2), device="cpu") as llm:
+        expected = llm.generate("hello d", plain)[0].token_ids
+        assert byte_id(ord("a")) in expected
+        llm.generate(["abc", "hello d"], noisy)
+        first, second = llm.generate(["hello d", "hello d"], [plain, noisy])
+    assert first.token_ids == expected
+    assert byte_id(ord("a")) not in second.token_ids
 
 
 def test_submitting_from_many_threads(tiny_llms: Callable) -> None:

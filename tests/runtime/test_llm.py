@@ -12,6 +12,8 @@ import pytest
 from tiny_pair import BOS, VOCAB_SIZE
 
 from trtllm_dflash import LLM, SamplingParams
+from trtllm_dflash.checkpoint.convert import convert
+from trtllm_dflash.engine.build import build
 from trtllm_dflash.errors import ConfigError, RequestError
 from trtllm_dflash.runtime.outputs import OutputChunk
 from trtllm_dflash.runtime.slots import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_IDS
@@ -247,6 +249,17 @@ def test_one_token_has_no_acceptance_length(tiny_llms: Callable) -> None:
 def test_wrong_arguments(tiny_engines: Callable, arguments: dict[str, Any], error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         LLM(tiny_engines("llama-v2"), **arguments)
+
+
+def test_speculation_without_a_drafter_is_refused(tiny_pairs: Callable, tmp_path: Path) -> None:
+    """Who asks for speculation never gets plain decoding in silence."""
+    convert(str(tiny_pairs("llama-v2").target), None, tmp_path / "checkpoint")
+    build(tmp_path / "checkpoint", tmp_path / "engines", backend="torch", max_seq_len=64)
+    for arguments, message in (({"speculation": "on"}, "has no drafter"), ({"block_size": 4}, "has no drafter")):
+        with pytest.raises((ConfigError, RequestError), match=message):
+            LLM(tmp_path / "engines", device="cpu", **arguments)
+    with LLM(tmp_path / "engines", device="cpu") as llm:
+        assert llm.block_size == 1
 
 
 def test_wrong_directory(tiny_checkpoints: Callable, tmp_path: Path) -> None:

@@ -135,11 +135,15 @@ def test_output_and_acceptance_are_those_without_the_cache(
     assert hits == 2 * 96 + 2 * 64 + 2 * 32 + 64 + 128
 
 
-def test_cached_pages_hold_what_a_prefill_would_compute(tiny_engines: Callable) -> None:
-    """Both caches, float32, after the request that wrote them generated and left."""
+@pytest.mark.parametrize("length", [100, 98], ids=["inside a page", "at its end"])
+def test_cached_pages_hold_what_a_prefill_would_compute(tiny_engines: Callable, length: int) -> None:
+    """Both caches, float32, after the request that wrote them generated and left.
+
+    Where the output ends with a page, that page stays out: its last token was emitted and never computed.
+    """
     with LLM(tiny_engines("llama-v2"), device="cpu") as llm:
-        output = llm.generate(PREFIX, GREEDY)[0]
-        sequence = [*PREFIX, *output.token_ids]
+        output = llm.generate(PREFIX[:length], GREEDY)[0]
+        sequence = [*PREFIX[:length], *output.token_ids]
         pages = len(sequence[:-1]) // 32
         session = llm.session
         before = [

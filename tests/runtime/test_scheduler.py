@@ -116,6 +116,18 @@ def test_impossible_and_duplicate_requests_are_refused() -> None:
     assert len(scheduler.waiting) == 1
 
 
+@pytest.mark.parametrize("prompt", [1, 27, 28, 29, 31])
+def test_a_request_alone_may_have_every_page(prompt: int) -> None:
+    """Room for a pass beyond a request's end is not asked for, or one of this extent would wait for ever."""
+    scheduler, clock = make_scheduler(num_pages=4), Clock()
+    request = make_request(clock, prompt, max_output_tokens=32 - prompt)
+    scheduler.enqueue(request)
+    assert scheduler.admit(0.0) == [request]
+    emit(request, 1)
+    assert scheduler.reserve(request, 32 + 4)
+    assert len(request.pages) == 4
+
+
 def test_growth_preempts_the_last_in_the_order() -> None:
     scheduler, clock = make_scheduler(slots=3, num_pages=6, prefix_cache=False), Clock()
     first, second, third = (make_request(clock, 8, max_output_tokens=30) for _ in range(3))

@@ -51,3 +51,9 @@ def test_plain_decoding_names_no_drafter(tiny_engines: Callable[..., Path]) -> N
     assert "speculation off" in line
     assert "captured layers" not in line
     assert "backend torch" in line
+
+
+def test_windows_and_causality_of_the_drafters_layers_are_said(tiny_engines: Callable[..., Path]) -> None:
+    facts = read_engine_facts(tiny_engines("qwen3-v1"))
+    assert facts.runs["windows"] == "full 5-causal full"
+    assert "windows full 5-causal full" in facts.startup_line()

@@ -39,6 +39,15 @@ def test_inspection_notices_changes(engine_directory: Path, tmp_path: Path) -> N
         repository_facts(tmp_path)
 
 
+def test_speculation_without_a_drafter_is_refused(engine_directory: Path, tmp_path: Path) -> None:
+    """Before a server is started that would decode plainly, or not start."""
+    with pytest.raises(ConfigError, match=r"speculation is on, but .* has no drafter"):
+        deploy(engine_directory, tmp_path / "repository", speculation="on")
+    with pytest.raises(ConfigError, match="block size is 4, expected 1 to 1"):
+        deploy(engine_directory, tmp_path / "repository", block_size=4)
+    assert not (tmp_path / "repository").exists()
+
+
 def test_existing_directories_are_respected(engine_directory: Path, tmp_path: Path) -> None:
     foreign = tmp_path / "foreign"
     foreign.mkdir()

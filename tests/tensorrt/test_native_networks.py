@@ -16,13 +16,14 @@ from tensorrt_requests import RequestFactory, native_limits, request_of
 from torch_reference import torch_session
 
 from trtllm_dflash.checkpoint.convert import convert
+from trtllm_dflash.engine.linear_session import LinearSession
 from trtllm_dflash.engine.tensorrt_emission import NetworkRequest
 from trtllm_dflash.ops.tensorrt_library import TensorRTLibrary
 
 # Float32 products summed in another order: a few ulps per layer, amplified by depth.
 TOLERANCE = 1e-5
 PairFactory = Callable[[str], Any]
-PAIRS = ("llama-v2", "qwen3-v1", "qwen3-v2", "llama-v1")
+PAIRS = ("llama-v2", "qwen3-v1", "qwen3-v2", "llama-v1", "llama-bias")
 
 
 def observe(request: NetworkRequest, seed: int, block_size: int | None = None) -> tuple[Observed, Observed]:
@@ -63,6 +64,58 @@ def test_embedded_weights_compute_the_same(tiny_request: RequestFactory) -> None
 
 def test_a_block_shorter_than_the_engines(tiny_request: RequestFactory) -> None:
     check(*observe(tiny_request("qwen3-v2"), 1, block_size=3))
+
+
+def test_dropped_rows_of_an_injection_change_nothing(tiny_request: RequestFactory) -> None:
+    """Also in front of the very first cache position, whose number follows that of "nowhere"."""
+    request = tiny_request("llama-v2")
+    assert request.drafter_config is not None
+    session, reference = interpreted_session(request), torch_session(request)
+    assert isinstance(session, LinearSession)
+    generator = torch.Generator().manual_seed(6)
+    columns = len(request.drafter_config.target_layer_ids) * request.target_config.hidden_size
+    features = torch.randn(6, columns, generator=generator)
+    positions = torch.tensor([9, 0, 1, 8, 7, 3])
+    page_tokens = session.limits.page_tokens
+    session.allocate_caches(3)
+    reference.allocate_caches(1)
+    for layer in session.drafter_caches:
+        layer.k.normal_(generator=generator)
+        layer.v.normal_(generator=generator)
+    before = [tensor.clone() for layer in session.drafter_caches for tensor in (layer.k, layer.v)]
+    session.inject(features, positions, torch.tensor([-1, 0, 1, -1, -1, 2 * page_tokens + 3]))
+    reference.inject(features, positions, positions)
+    after = [tensor for layer in session.drafter_caches for tensor in (layer.k, layer.v)]
+    wanted = [tensor[0] for layer in reference.drafter_caches for tensor in (layer.k, layer.v)]
+    for old, new, rows in zip(before, after, wanted, strict=True):
+        for row, position in ((0, 0), (0, 1), (2, 3)):
+            assert relative_error(new[row, :, position], rows[position]) <= TOLERANCE
+            new[row, :, position] = old[row, :, position]
+        assert torch.equal(new, old)
+
+
+def test_a_request_of_which_nothing_is_kept_keeps_its_cache(tiny_request: RequestFactory) -> None:
+    """Two requests of three rows each: the first row of one, nothing of the other. Only what is visible counts."""
+    request = tiny_request("llama-v2")
+    assert request.drafter_config is not None
+    session = interpreted_session(request)
+    assert isinstance(session, LinearSession)
+    generator = torch.Generator().manual_seed(7)
+    columns = len(request.drafter_config.target_layer_ids) * request.target_config.hidden_size
+    page_tokens = session.limits.page_tokens
+    session.allocate_caches(3)
+    for layer in session.drafter_caches:
+        layer.k.normal_(generator=generator)
+        layer.v.normal_(generator=generator)
+    before = [tensor.clone() for layer in session.drafter_caches for tensor in (layer.k, layer.v)]
+    positions, slots = torch.tensor([4, 5, 6, 10, 11, 12]), torch.tensor([page_tokens + 4, -1, -1, -1, -1, -1])
+    session.inject(torch.randn(6, columns, generator=generator), positions, slots, queries_per_request=3)
+    after = [tensor for layer in session.drafter_caches for tensor in (layer.k, layer.v)]
+    for old, new in zip(before, after, strict=True):
+        assert not torch.equal(new[1, :, 4], old[1, :, 4])
+        assert torch.equal(new[1, :, :4], old[1, :, :4])
+        for row in (0, 2):
+            assert torch.equal(new[row, :, :page_tokens], old[row, :, :page_tokens])
 
 
 def test_a_wrong_weight_is_noticed(tiny_request: RequestFactory) -> None:

@@ -26,7 +26,7 @@ from trtllm_dflash.engine.tensorrt_plugin_emit import most_pages
 from trtllm_dflash.errors import BuildError, ConfigError
 from trtllm_dflash.ops.tensorrt_library import TensorRTLibrary
 
-PAIRS = ("llama-v2", "qwen3-v1", "qwen3-v2", "llama-v1")
+PAIRS = ("llama-v2", "qwen3-v1", "qwen3-v2", "llama-v1", "llama-bias")
 
 
 def plugin_request(request: NetworkRequest, **limits: int) -> NetworkRequest:

@@ -51,6 +51,7 @@ class Ranks:
     [
         ("llama-v2", "native", 2),
         ("qwen3-v1", "native", 2),
+        ("llama-bias", "native", 2),
         ("llama-v2", "plugin", 2),
         # Twice as many ranks as key/value heads: two ranks hold the same one.
         ("llama-v2", "plugin", 4),

@@ -156,6 +156,8 @@ def _model_facts(target: Any, drafter: Any) -> dict[str, Any]:
         "dtype": target.dtype,
         "tied_embeddings": target.tie_word_embeddings,
     }
+    if any(target.sliding_windows):
+        facts["target_windows"] = list(target.sliding_windows)
     if drafter is None:
         return {**facts, "drafter": "none"}
     return {
@@ -166,7 +168,8 @@ def _model_facts(target: Any, drafter: Any) -> dict[str, Any]:
         "captured_layers": list(drafter.target_layer_ids),
         "drafter_layers": [{"window": layer.window, "causal": layer.causal} for layer in drafter.layers],
         "head": "own reduced vocabulary" if drafter.draft_vocab_size else "shared with the target",
-        "proposals": "selector walk" if drafter.version == 2 else "argmax (q = 1)",
+        # At temperature > 0 version 1 draws every position from its own best candidates, not the best one.
+        "proposals": "selector walk" if drafter.version == 2 else "per position",
         "selector": None
         if drafter.selector is None
         else {"rank": drafter.selector.rank, "top_k": drafter.selector.top_k},

@@ -213,6 +213,10 @@ class LinearSession(NetworkSession):
 
 
 def _runs(slots: list[int]) -> list[tuple[int, int]]:
-    """Ranges of consecutive slots: one per request, since rows of a cache never touch (each has a tail)."""
-    bounds = [0] + [i for i in range(1, len(slots)) if slots[i] != slots[i - 1] + 1] + [len(slots)]
+    """Ranges of consecutive slots: one per request, since rows of a cache never touch (each has a tail).
+
+    Slot 0 does not follow -1, which is nowhere.
+    """
+    breaks = [i for i in range(1, len(slots)) if slots[i] != slots[i - 1] + 1 or slots[i - 1] < 0]
+    bounds = [0, *breaks, len(slots)]
     return [(first, end) for first, end in pairwise(bounds) if slots[first] >= 0]
