@@ -81,7 +81,7 @@ class FakeTriton:
         app = web.Application(client_max_size=8 << 20)
         app.router.add_post("/v2/models/dflash/generate", self._generate)
         app.router.add_post("/v2/models/dflash/generate_stream", self._stream)
-        runner = web.AppRunner(app, handler_cancellation=True)
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         self._loop.run_until_complete(runner.setup())
         (port,) = free_ports("127.0.0.1", [0])
         self._loop.run_until_complete(web.TCPSite(runner, "127.0.0.1", port).start())
