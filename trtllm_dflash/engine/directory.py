@@ -113,7 +113,7 @@ def load_session(path: str | Path, *, device: str | None = None, kernels: Kernel
 
     Raises:
         EngineError: the backend, the device or the number of ranks cannot run here.
-        ConfigError: ``device`` is no device. ConfigError, CheckpointError: as :func:`open_engine_directory`.
+        ConfigError, CheckpointError: ``device`` is none, or as :func:`open_engine_directory`.
     """
     engine = open_engine_directory(path)
     if engine.backend != "torch":
