@@ -5,12 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from bench_program import REQUESTS, run_bench
 
 from trtllm_dflash.bench.sweep_journal import written_whole
 from trtllm_dflash.cli.main import main
@@ -114,23 +113,9 @@ def test_a_file_that_cannot_be_written_whole_leaves_no_part(tmp_path: Path) -> N
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_progress_onto_a_full_disk_does_not_end_the_work(tiny_engines: Callable[..., Path], tmp_path: Path) -> None:
-    dataset = tmp_path / "d.jsonl"
-    dataset.write_text('{"prompt": "the an in"}\n')
-    code = (
-        "import threading\n"
-        "failed = []\n"
-        "threading.excepthook = lambda what: failed.append(what.exc_type.__name__)\n"
-        "from trtllm_dflash.cli import progress_lines\n"
-        "progress_lines.FIRST_S = progress_lines.CHANGED_S = 0.0\n"
-        "progress_lines._LOOK_S = 0.005\n"
-        "from trtllm_dflash.cli.main import main\n"
-        "try: main()\n"
-        "finally: print(failed)"
-    )
-    words = ["bench", "-e", str(tiny_engines("llama-v2")), "--dataset", str(dataset), "--device", "cpu", "--json"]
-    words += ["--num-prompts", "24", "--max-tokens", "40", "--no-stages"]
+    before = "import threading\nfailed = []\nthreading.excepthook = lambda what: failed.append(what.exc_type.__name__)"
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run([sys.executable, "-c", code, *words], stdout=subprocess.PIPE, stderr=full, text=True)
+        done = run_bench(tiny_engines("llama-v2"), tmp_path, stderr=full, before=before, after="print(failed)")
     document, failed = done.stdout.strip().splitlines()
-    assert json.loads(document)["result"]["requests"] == 24
+    assert json.loads(document)["result"]["requests"] == REQUESTS
     assert failed == "[]"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from bench_program import REQUESTS, run_bench
 
 from trtllm_dflash.cli import progress_lines
 from trtllm_dflash.cli.progress_lines import ProgressLines
@@ -77,19 +77,8 @@ def test_lines_come_from_a_thread_of_their_own(capsys, monkeypatch) -> None:
 def test_bench_without_a_terminal_shows_progress_and_keeps_stdout_clean(
     tiny_engines: Callable[..., Path], tmp_path: Path
 ) -> None:
-    dataset = tmp_path / "prompts.jsonl"
-    dataset.write_text(json.dumps({"prompt": "the an in"}) + "\n")
-    code = (
-        "from trtllm_dflash.cli import progress_lines\n"
-        "progress_lines.FIRST_S = progress_lines.CHANGED_S = 0.0\n"
-        "progress_lines._LOOK_S = 0.005\n"
-        "from trtllm_dflash.cli.main import main; main()"
-    )
-    words = ["bench", "-e", str(tiny_engines("llama-v2")), "--dataset", str(dataset), "--device", "cpu", "--json"]
-    words += ["--num-prompts", "24", "--max-tokens", "40", "--no-stages"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True, env={**os.environ}
-    )
-    assert json.loads(done.stdout)["result"]["requests"] == 24
+    done = run_bench(tiny_engines("llama-v2"), tmp_path, stderr=subprocess.PIPE)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["result"]["requests"] == REQUESTS
     assert "] opening …" in done.stderr
     assert "measured requests: " in done.stderr

@@ -332,9 +332,10 @@ def test_sizes_that_are_left_out_are_transformers(
     assert "no block_size; using 16" in caplog.text
 
 
-def test_numbers_that_json_should_not_have(write: Any, zlab_v1: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("number", "shown"), [(float("nan"), "NaN"), (10**400, "1000")], ids=["nan", "no float"])
+def test_numbers_that_json_should_not_have(write: Any, zlab_v1: dict[str, Any], number: float, shown: str) -> None:
     directory = write(zlab_v1)
-    text = json.dumps(zlab_v1 | {"rms_norm_eps": float("nan")})
+    text = json.dumps(zlab_v1 | {"rms_norm_eps": number})
     (directory / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match="rms_norm_eps': found NaN, expected a finite number > 0"):
+    with pytest.raises(ConfigError, match=f"rms_norm_eps': found {shown}.*, expected a finite number > 0"):
         parse_drafter_config(directory)

@@ -166,7 +166,7 @@ def test_an_engine_of_several_ranks_does_not_load(engines: Path, backend: str) -
     """One rank of it would answer with a part of the sums, and ranks that draw on their own would drift apart."""
     file = engines / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"backend": backend, "tp_size": 2}))
-    with pytest.raises(EngineError, match="built for 2 ranks") as caught:
+    with pytest.raises(ConfigError, match="built for 2 ranks") as caught:
         load_session(engines, device="cpu")
     assert "--tp-size 1" in (caught.value.hint or "")
 

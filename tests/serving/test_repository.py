@@ -78,7 +78,7 @@ def test_an_engine_of_several_ranks_is_not_deployed(engine_directory: Path, tmp_
     """The engine process would refuse it, but only when somebody wants to serve."""
     file = engine_directory / "config.json"
     file.write_text(file.read_text().replace('"tp_size": 1', '"tp_size": 2'))
-    with pytest.raises(ConfigError, match="built for 2 ranks; this version serves engines of one rank"):
+    with pytest.raises(ConfigError, match="built for 2 ranks; this version runs engines of one rank"):
         deploy(engine_directory, tmp_path / "repository")
     assert not (tmp_path / "repository").exists()
 

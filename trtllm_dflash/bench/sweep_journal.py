@@ -205,9 +205,9 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 def _run(entry: dict[str, Any]) -> RunRecord:
     key = PointKey(entry["repeat"], entry["concurrency"], entry["config"])
-    run = RunRecord(key, entry["fingerprint"], entry["facts"], entry["result"], entry["probe"], entry["at"])
-    _ = run.is_whole  # its figures are there
-    return run
+    if "errors" not in entry["result"]:
+        raise KeyError("result.errors")
+    return RunRecord(key, entry["fingerprint"], entry["facts"], entry["result"], entry["probe"], entry["at"])
 
 
 def _sync_directory(folder: Path) -> None:

@@ -17,10 +17,11 @@ from trtllm_dflash.config.mapping import QuantAlgo
 from trtllm_dflash.config.target import TargetConfig
 from trtllm_dflash.errors import CheckpointError
 
-_QUANTISED = "weights that are stored quantised"
+# Parts of tensor names that tell it where config.json does not: some exporters keep that in a file of its own.
+_STORED_QUANTISED = dict.fromkeys(
+    ("weight_scale", "input_scale", "weight_packed", "qweight", "qzeros"), "weights that are stored quantised"
+)
 _UNQUANTISED = "convert the original checkpoint; a target's weights are quantised with --quantization"
-STORED_QUANTISED = dict.fromkeys(("weight_scale", "input_scale", "weight_packed", "qweight", "qzeros"), _QUANTISED)
-"""Parts of tensor names that tell it where config.json does not (some exporters keep that in a file of its own)."""
 
 
 @dataclass(frozen=True)
@@ -116,11 +117,11 @@ class Plan:
         unexpected = [n for n in source.tensors if n not in used and not n.endswith(self.ignored or ("\0",))]
         # Before shapes: a feature of another kind explains why they are other ones too.
         for name in unexpected:
-            for part, feature in {**STORED_QUANTISED, **(refused or {})}.items():
+            for part, feature in {**_STORED_QUANTISED, **(refused or {})}.items():
                 if part in name:
                     raise CheckpointError(
                         f"{source.tensors[name].file}: tensor '{name}': {self.model}s with {feature} are not supported",
-                        hint=_UNQUANTISED if part in STORED_QUANTISED else None,
+                        hint=_UNQUANTISED if part in _STORED_QUANTISED else None,
                     )
         for tensor in self.tensors:
             tensor.check(source)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 
+from trtllm_dflash.config.finite import is_finite
 from trtllm_dflash.errors import ConfigError
 
 
@@ -82,7 +82,7 @@ class JsonObject:
         """A finite number, greater than ``above`` where given."""
         expected = "a finite number" + (f" > {above:g}" if above is not None else "")
         value = self._value(key, default, expected)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not is_finite(value):
             raise self.error(key, expected)
         if above is not None and value <= above:
             raise self.error(key, expected)

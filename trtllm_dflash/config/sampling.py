@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Literal
 
+from trtllm_dflash.config.finite import is_finite
 from trtllm_dflash.config.structured_output import StructuredOutput
 from trtllm_dflash.errors import RequestError, shown
 
@@ -118,13 +119,10 @@ def _integer(name: str, value: object, minimum: int, maximum: int | None = None,
 def _number(
     name: str, value: object, words: str, *, low: float, high: float = math.inf, above_low: bool = False
 ) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if isinstance(value, bool) or not isinstance(value, Real) or not is_finite(value):
         raise RequestError(name, value, words)
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number) or not low <= number <= high or (above_low and number == low):
+    number = float(value)
+    if not low <= number <= high or (above_low and number == low):
         raise RequestError(name, value, words)
     return number
 

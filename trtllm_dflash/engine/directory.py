@@ -112,20 +112,26 @@ def load_session(path: str | Path, *, device: str | None = None, kernels: Kernel
     ``kernels`` is what the torch backend computes with on a GPU, see :class:`TorchSession`.
 
     Raises:
-        EngineError: the backend, the device or the number of ranks cannot run here.
-        ConfigError, CheckpointError: ``device`` is none, or as :func:`open_engine_directory`.
+        EngineError: the backend or the device cannot run here.
+        ConfigError: ``device`` is none, or the engine is for several ranks. ConfigError, CheckpointError: as
+            :func:`open_engine_directory`.
     """
     engine = open_engine_directory(path)
+    refuse_several_ranks(engine)
     if engine.backend != "torch":
         from trtllm_dflash.engine.tensorrt_session import open_tensorrt_session
 
         return open_tensorrt_session(engine, _device(device))
-    if engine.tp_size != 1:
-        raise EngineError(
-            f"{engine.path}: built for {engine.tp_size} ranks; the torch backend runs one",
-            hint="convert with --tp-size 1 to run on the torch backend",
-        )
     return _torch_session(engine, _device(device), kernels)
+
+
+def refuse_several_ranks(engine: EngineDirectory) -> None:
+    """Plans of several ranks can be built, and this version runs one rank. Raises ``ConfigError``."""
+    if engine.tp_size != 1:
+        raise ConfigError(
+            f"{engine.path}: built for {engine.tp_size} ranks; this version runs engines of one rank",
+            hint="convert with --tp-size 1",
+        )
 
 
 def _torch_session(engine: EngineDirectory, device: torch.device, kernels: KernelChoice) -> TorchSession:

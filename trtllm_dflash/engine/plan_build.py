@@ -41,11 +41,10 @@ PLAN_FILES: dict[Network, str] = {
 
 # Two settings of glibc's allocator.
 # It raises its threshold for memory of its own as blocks are freed, and then keeps what the builder frees in fragments
-# between what it still uses: 90 MB of the demo pair's build, more or less of them by chance. A fixed threshold (glibc's
-# own first value) gives such blocks back.
-# Its threads hand the blocks of others back after seven of a size, so that the addresses of one thread follow from how
-# the processor was shared: in 3 of 20 builds beside busy processes they gave another plan. Without that bound a thread
-# keeps small blocks to its end.
+# between what it still uses, more or less of them by chance. A fixed threshold (glibc's own first value) gives such
+# blocks back.
+# Its threads hand the blocks of others back after seven of a size, so that the addresses of one thread, and with them
+# the plan, follow from how the processor was shared. Without that bound a thread keeps small blocks to its end.
 _ALLOCATOR = {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072:glibc.malloc.tcache_count=65535"}
 _WORKER_ENVIRONMENT = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "VIRTUAL_ENV")
 

@@ -41,14 +41,9 @@ def open_tensorrt_session(engine: EngineDirectory, device: torch.device, *, grap
         engine: the directory. device: a CUDA device. graphs: capture passes of fixed shape as CUDA graphs.
 
     Raises:
-        EngineError: no GPU, another TensorRT or GPU than the plans are for, several ranks, or a damaged plan.
+        EngineError: no GPU, another TensorRT or GPU than the plans are for, or a damaged plan.
         BuildError: TensorRT is missing or another version, or does not load the plugin library.
     """
-    if engine.tp_size != 1:
-        raise EngineError(
-            f"{engine.path}: built for {engine.tp_size} ranks; this version runs plans of one rank",
-            hint="convert with --tp-size 1",
-        )
     facts = engine.tensorrt
     if facts is None:
         raise EngineError(f"{engine.path}: config.json does not say what built its plans", hint="build it again")

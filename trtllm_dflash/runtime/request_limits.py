@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from numbers import Integral, Real
 
+from trtllm_dflash.config.finite import is_finite
 from trtllm_dflash.config.sampling import SamplingParams
 from trtllm_dflash.errors import RequestError, shown
 from trtllm_dflash.runtime.slots import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIAS_IDS, MAX_STOP_IDS
@@ -26,7 +26,7 @@ def checked_deadline(value: float | None) -> float | None:
     if value is None:
         return None
     is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number or not 0 < value <= sys.float_info.max:
+    if not is_number or not is_finite(value) or value <= 0:
         raise RequestError("deadline_s", value, "a finite number of seconds > 0, or None")
     return float(value)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from trtllm_dflash.checkpoint.manifest import check_sizes
 from trtllm_dflash.config.drafter import DrafterLayerAttention
 from trtllm_dflash.config.pairing import BuildLimits
-from trtllm_dflash.engine.directory import EngineDirectory, open_engine_directory
-from trtllm_dflash.errors import ConfigError, EngineError
+from trtllm_dflash.engine.directory import EngineDirectory, open_engine_directory, refuse_several_ranks
+from trtllm_dflash.errors import EngineError
 
 _DRAFTER_RUNS = ("block_size", "captured_layers", "windows", "proposals", "head")
 
@@ -61,11 +61,7 @@ def read_engine_facts(engines: Path) -> EngineFacts:
     """
     directory = open_engine_directory(engines, verify=False)
     check_sizes(engines, directory.files)
-    if directory.tp_size != 1:
-        raise ConfigError(
-            f"{engines}: built for {directory.tp_size} ranks; this version serves engines of one rank",
-            hint="convert with --tp-size 1",
-        )
+    refuse_several_ranks(directory)
     return EngineFacts(
         backend=directory.backend,
         limits=directory.limits,

@@ -8,12 +8,12 @@ Three generations of client scripts are understood: the legacy ensemble's names 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from trtllm_dflash.config.chat_messages import text_messages
+from trtllm_dflash.config.finite import is_finite
 from trtllm_dflash.config.sampling import SamplingParams
 from trtllm_dflash.config.structured_output import StructuredOutput
 from trtllm_dflash.errors import RequestError
@@ -320,11 +320,7 @@ class _Reader:
 
 def _typed(name: str, value: object, kind: type[Value]) -> Value:
     if kind in (int, float) and isinstance(value, int | float) and not isinstance(value, bool):
-        try:
-            is_finite = math.isfinite(value)
-        except OverflowError:
-            is_finite = False
-        if not is_finite:
+        if not is_finite(value):
             raise RequestError(name, value, "a finite number")
         if kind is float or isinstance(value, int) or value.is_integer():
             return kind(value)
