@@ -94,7 +94,8 @@ def sweep(
     """Throughput against interactivity over concurrencies and configurations.
 
     Writes results.json, results.csv, pareto.svg, pareto.png and report.html. Killed or interrupted, the same command
-    goes on from the finished points.
+    goes on from the finished points, and measures runs again of which requests
+    failed.
 
     \b
     Example:
