@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -33,6 +34,17 @@ class PairDirectories:
 PairFactory = Callable[[str], PairDirectories]
 EngineFactory = Callable[..., Path]
 LlmFactory = Callable[..., LLM]
+
+
+@pytest.fixture(autouse=True)
+def _log_of_one_test() -> Iterator[None]:
+    """``serve`` sends the log of its whole process somewhere; in this process that place is gone after the test."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    root.setLevel(level)
+    for handler in [handler for handler in root.handlers if type(handler).__module__.startswith("trtllm_dflash.")]:
+        root.removeHandler(handler)
 
 
 @pytest.fixture(scope="session")
