@@ -21,7 +21,7 @@ from trtllm_dflash import SamplingParams
 from trtllm_dflash.engine.directory import load_session
 from trtllm_dflash.runtime.cycle import draft_verify_cycle
 from trtllm_dflash.runtime.outputs import OutputChunk
-from trtllm_dflash.runtime.prefill import PrefillChunk, run_prefill
+from trtllm_dflash.runtime.prefill import PrefillChunk, PrefillRunner
 from trtllm_dflash.runtime.prompting import PromptEncoder
 from trtllm_dflash.runtime.request import Request, RequestSpec
 from trtllm_dflash.runtime.slots import SamplingMode, SlotState
@@ -80,7 +80,7 @@ def count_cycles(
         pages = list(range(slot * pages_each, (slot + 1) * pages_each))
         state.start(slot, spec.prompt, params, seed=1, max_output_tokens=64, stop_ids=(), bad_words=(), pages=pages)
         requests.append(request)
-    run_prefill(session, state, [PrefillChunk(request, 0, len(prompt) - 1) for request in requests])
+    PrefillRunner(session, state).run([PrefillChunk(request, 0, len(prompt) - 1) for request in requests])
     slots = torch.arange(SLOTS)
     counts: dict[Prefix, Counter[int]] = defaultdict(Counter)
     seed = 0

@@ -14,7 +14,7 @@ from trtllm_dflash.config.sampling import SamplingParams
 from trtllm_dflash.engine.directory import load_session
 from trtllm_dflash.engine.torch_session import TorchSession
 from trtllm_dflash.runtime.cycle import draft_verify_cycle, flat_slots, prepare
-from trtllm_dflash.runtime.prefill import plan_chunks, run_prefill
+from trtllm_dflash.runtime.prefill import PrefillRunner, plan_chunks
 from trtllm_dflash.runtime.request import Request, RequestSpec
 from trtllm_dflash.runtime.slots import SamplingMode, SlotState
 from trtllm_dflash.runtime.text import TextStream
@@ -81,7 +81,7 @@ class _Loop:
 
     def prefill(self, budget: int) -> None:
         while waiting := [r for r in self.requests if r.prefilled < len(r.spec.prompt)]:
-            completed, result = run_prefill(self.session, self.state, plan_chunks(waiting, budget))
+            completed, result = PrefillRunner(self.session, self.state).run(plan_chunks(waiting, budget))
             for row, request in enumerate(completed):
                 assert result is not None
                 self.sequences[int(request.spec.request_id)].append(int(result.tokens[row, 0]))

@@ -17,13 +17,11 @@ from tiny_pair import ACTIVE
 from trtllm_dflash.config.sampling import SamplingParams
 from trtllm_dflash.engine.directory import load_session
 from trtllm_dflash.engine.session import TargetInputs, TargetOutputs
-from trtllm_dflash.engine.torch_session import TorchSession
 from trtllm_dflash.errors import EngineError, QueueFullError
 from trtllm_dflash.runtime import cycle_runner
 from trtllm_dflash.runtime.cycle_runner import EngineOptions
 from trtllm_dflash.runtime.llm import LLM
 from trtllm_dflash.runtime.outputs import OutputChunk
-from trtllm_dflash.runtime.prefill import run_largest_prefill
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 
@@ -59,48 +57,25 @@ def test_out_of_memory_in_a_shared_prefill_pass(tiny_engines: Callable, tiny_llm
 
 
 @pytest.mark.fault("out of memory in prefill")
-@pytest.mark.parametrize("limits", [(16, 256), (4, 40), (3, 1000)], ids=str)
-def test_the_largest_prefill_runs_before_anything_is_served(tiny_engines: Callable, limits: tuple[int, int]) -> None:
-    """As many tokens as a pass may have, in requests that exist; no page that anybody will own is touched."""
-    max_batch_size, max_num_tokens = limits
-    session = load_session(
-        tiny_engines("llama-v2", max_batch_size=max_batch_size, max_num_tokens=max_num_tokens), device="cpu"
-    )
-    assert isinstance(session, TorchSession)
-    session.allocate_caches(2)
-    real, seen = session.target, []
-
-    def target(self: object, inputs: TargetInputs) -> TargetOutputs:
-        seen.append(inputs)
-        return real(inputs)
-
-    session.target = MethodType(target, session)  # type: ignore[method-assign]
-    run_largest_prefill(session, 2)
-    (inputs,) = seen
-    wanted = min(max_num_tokens, max_batch_size * session.limits.max_seq_len)
-    assert wanted - max_batch_size < inputs.input_ids.shape[0] <= wanted
-    assert inputs.max_query <= session.limits.max_seq_len
-    assert inputs.logit_rows is not None
-    assert inputs.logit_rows.shape == (max_batch_size,)
-    assert set((inputs.slots // session.limits.page_tokens).tolist()) == {2}
-    for cache in (*session.target_caches, *session.drafter_caches):
-        assert not bool(cache.k.any() or cache.v.any())
-
-
-@pytest.mark.fault("out of memory in prefill")
 def test_an_engine_without_memory_for_a_prefill_does_not_start(
     tiny_engines: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Prefills of every size are recorded before anything is served, the largest first."""
     engines = tiny_engines("llama-v2")
     session = load_session(engines, device="cpu")
 
     def target(self: object, inputs: TargetInputs) -> TargetOutputs:
         raise torch.OutOfMemoryError("out of memory: tried to allocate 20.00 GiB")
 
+    class Pool:
+        def capture(self, function: Callable[[], object]) -> object:
+            return function()
+
     monkeypatch.setattr(session, "target", MethodType(target, session))
-    # Without a GPU nothing is recorded, and a prefill takes what it needs when it runs.
+    monkeypatch.setattr(session, "uses_kernels", True)
     monkeypatch.setattr(cycle_runner.CycleRunner, "__init__", lambda *_, **__: None)
     monkeypatch.setattr(cycle_runner.CycleRunner, "warm_up", lambda *_: None)
+    monkeypatch.setattr(cycle_runner.CycleRunner, "pool", Pool())
     with pytest.raises(EngineError, match="no memory left for a prefill of 64 tokens") as caught:
         LLM.of_session(session, engines / "tokenizer", options=EngineOptions(graphs=True))
     assert "--max-num-tokens" in (caught.value.hint or "")

@@ -19,7 +19,8 @@ class TargetInputs:
     """Inputs of the ``target`` network. T packed tokens of B requests, R rows whose logits are wanted.
 
     Attributes:
-        input_ids, positions: ``[T]`` int64. slots: ``[T]`` int64 flat cache rows, -1 drops the row's K/V.
+        input_ids, positions: ``[T]`` int64. slots: ``[T]`` int64 flat cache rows, -1 drops the row's K/V. With a
+            session that uses the kernels, tokens behind the last query start are padding: their outputs mean nothing.
         page_table: ``[B, P]`` int64. context_lengths: ``[B]`` int64, positions cached before this pass.
         query_starts: ``[B + 1]`` int64. logit_rows: ``[R]`` int64 rows of the packed tokens, or None for all rows.
         max_query: host-known bound of tokens per request.
@@ -104,7 +105,7 @@ class EngineSession(Protocol):
         """Write the drafter cache from ``features [N, F*H]`` at ``positions [N]``, ``slots [N]`` (-1 drops a row).
 
         ``queries_per_request`` is set when every request has exactly this many consecutive rows, of which only the
-        last may be dropped; otherwise no row is dropped.
+        last may be dropped. Otherwise no row is dropped, but for the padding of a session that uses the kernels.
         """
 
     def draft(self, inputs: DraftInputs, block_size: int) -> DraftOutputs:

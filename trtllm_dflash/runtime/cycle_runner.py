@@ -22,6 +22,7 @@ from trtllm_dflash.engine.session import EngineSession
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.runtime.cycle import CycleResult, Masks, draft_verify_cycle
 from trtllm_dflash.runtime.launch_trace import LaunchTrace
+from trtllm_dflash.runtime.prefill_pass import PassSizes
 from trtllm_dflash.runtime.slots import SamplingMode, SlotState, upload
 
 GraphKey = tuple[int, int, SamplingMode]
@@ -123,7 +124,7 @@ def expected_graphs(session: EngineSession, block_size: int, options: EngineOpti
     limit = session.limits.max_batch_size
     buckets = next((n + 1 for n, size in enumerate(_BUCKETS) if size >= limit), len(_BUCKETS))
     measured = (len(block_size_choices(block_size)) - 1) * len(batch_choices(limit)) if options.adaptive else 0
-    return buckets + measured
+    return buckets + measured + len(PassSizes(session.limits).all())
 
 
 class CycleRunner:
@@ -144,6 +145,11 @@ class CycleRunner:
         self._graphs: dict[GraphKey, CapturedGraph[CycleResult]] = {}
         self._slots: dict[int, tuple[Tensor, list[int]]] = {}
         self._trace: LaunchTrace | None = None
+
+    @property
+    def pool(self) -> GraphPool | None:
+        """Where passes on the same stream may be recorded as well; None when nothing is."""
+        return self._pool
 
     @contextmanager
     def traced(self) -> Iterator[LaunchTrace]:

@@ -35,7 +35,7 @@ from trtllm_dflash.runtime.outputs import (
     RequestMetrics,
     TokenLogprobs,
 )
-from trtllm_dflash.runtime.prefill import plan_chunks, run_largest_prefill, run_prefill
+from trtllm_dflash.runtime.prefill import PrefillChunk, PrefillRunner, plan_chunks
 from trtllm_dflash.runtime.refill import RefillPolicy
 from trtllm_dflash.runtime.request import Request, RequestSpec
 from trtllm_dflash.runtime.scheduler import AdmissionLimits, Scheduler
@@ -132,11 +132,10 @@ class Engine:
         self._overlap = on_gpu if options.overlap is None else options.overlap
         graphs = session.uses_kernels if options.graphs is None else options.graphs
         self._runner = CycleRunner(session, self._state, graphs=graphs, forced_acceptance=options.forced_acceptance)
+        self._prefiller = PrefillRunner(session, self._state, self._runner.pool)
         with torch.inference_mode():
             self._runner.warm_up(block_size)
-        if graphs:
-            # What a recorded cycle takes is taken now; so is what a prefill takes.
-            run_largest_prefill(session, num_pages)
+            self._prefiller.warm_up()
         self._profiler = CycleProfiler(session, self._state, self._runner, num_pages)
         self._policy: BlockSizePolicy | None = None
         self.cycle_table: CycleTable | None = None
@@ -302,12 +301,23 @@ class Engine:
             return []
         whole = self._session.limits.max_num_tokens
         budget = max(whole - decoding * self._block_size, whole // _PREFILL_SHARE, 1)
-        groups = [plan_chunks(requests, budget)]
+        most = self._prefiller.most_tokens or budget
+        launched: list[_Launched] = []
+        while budget > 0 and requests:
+            group = plan_chunks(requests, min(budget, most), self._prefiller.most_requests)
+            budget -= sum(chunk.count for chunk in group)
+            launched += self._run_chunks(group)
+            requests = [request for request in requests if request.slot is not None and not request.is_prefilled]
+        return launched
+
+    def _run_chunks(self, chunks: Sequence[PrefillChunk]) -> list[_Launched]:
+        """One prefill pass, or one for each chunk after a failure."""
+        groups = [list(chunks)]
         launched = []
         while groups:
             group = groups.pop(0)
             try:
-                completed, result = run_prefill(self._session, self._state, group, self._masks)
+                completed, result = self._prefiller.run(group, self._masks)
                 if result is not None:
                     launched.append(_launched(completed, PendingResult(result), block_size=None))
             except Exception as error:

@@ -12,6 +12,7 @@ import torch
 from trtllm_dflash.config.pairing import BuildLimits
 from trtllm_dflash.engine.session import EngineSession
 from trtllm_dflash.errors import ConfigError, EngineError
+from trtllm_dflash.runtime.prefill_pass import PassSizes
 from trtllm_dflash.runtime.slots import SlotState
 
 _CPU_SHARE, _GPU_SHARE = 0.5, 0.9
@@ -139,8 +140,8 @@ def _state_bytes(session: EngineSession, limits: BuildLimits) -> int:
 
 
 def _pass_bytes(session: EngineSession, limits: BuildLimits, block_size: int, graphs: int) -> int:
-    """The larger of the largest prefill and the largest verification with its draft; with graphs both, because what
-    recorded cycles use is kept for them alone."""
+    """The larger of the largest prefill and the largest verification with its draft; recorded passes share memory that
+    is kept for them alone, and prefills of them are padded and leave their logits beside it."""
     target, drafter = session.target_config, session.drafter_config
     width = 2 if target.dtype != "float32" else 4
     captured = 0 if drafter is None else 2 * len(drafter.target_layer_ids) * target.hidden_size
@@ -152,8 +153,12 @@ def _pass_bytes(session: EngineSession, limits: BuildLimits, block_size: int, gr
     verify = rows * (per_token + logits)
     if drafter is not None and block_size > 1:
         verify += rows * target.vocab_size * width
+    if graphs:
+        largest = PassSizes(limits).largest
+        kept = largest.requests * target.vocab_size * width
+        return max(verify, largest.tokens * per_token + largest.requests * logits) + kept
     prefill = limits.max_num_tokens * per_token + min(limits.max_batch_size, limits.max_num_tokens) * logits
-    return verify + prefill if graphs else max(verify, prefill)
+    return max(verify, prefill)
 
 
 def _graph_bytes(session: EngineSession, graphs: int) -> int:
