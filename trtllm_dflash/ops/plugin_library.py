@@ -115,6 +115,10 @@ def find_library() -> Path | None:
     return next((path for path in candidate_paths() if path.is_file()), None)
 
 
+# By the variable's value: what was found and loaded stays so for this process.
+_found: dict[str | None, PluginLibrary] = {}
+
+
 @cache
 def _load(path: Path) -> PluginLibrary:
     return PluginLibrary(path)
@@ -126,8 +130,14 @@ def load_library(path: str | Path | None = None) -> PluginLibrary:
     Raises:
         EngineError: it is missing, not a plugin library, or of another interface version.
     """
-    found = Path(path) if path is not None else find_library()
-    if found is None:
-        looked = ", ".join(str(candidate) for candidate in candidate_paths())
-        raise EngineError(f"the CUDA plugin library was not found (looked at {looked})", hint=_BUILD_HINT)
-    return _load(found.resolve())
+    if path is not None:
+        return _load(Path(path).resolve())
+    # Every launch asks: looking at the file system each time took longer than the launch.
+    named = os.environ.get(LIBRARY_VARIABLE)
+    if named not in _found:
+        found = find_library()
+        if found is None:
+            looked = ", ".join(str(candidate) for candidate in candidate_paths())
+            raise EngineError(f"the CUDA plugin library was not found (looked at {looked})", hint=_BUILD_HINT)
+        _found[named] = _load(found.resolve())
+    return _found[named]

@@ -279,6 +279,7 @@ class Engine:
 
     def _with_pages(self, requests: Sequence[Request]) -> list[Request]:
         """Give every request the pages of its next cycle, in the order of service; leave out who was preempted."""
+        added: list[tuple[Request, int]] = []
         for request in sorted(requests, key=lambda one: one.rank):
             held = len(request.pages)
             # Every cycle that was not read yet may have moved the context by S.
@@ -286,7 +287,9 @@ class Engine:
             if request.slot is None or not self._scheduler.reserve(request, furthest):
                 continue
             if len(request.pages) > held:
-                self._state.set_pages(request.slot, request.pages)
+                added.append((request, held))
+        # Who was preempted after growing has given everything back.
+        self._state.add_pages([(r.slot, held, r.pages[held:]) for r, held in added if r.slot is not None])
         return [request for request in requests if request.slot is not None]
 
     def _masks(self, requests: Sequence[Request]) -> Masks | None:

@@ -233,10 +233,14 @@ class SlotState:
             params.presence_penalty,
             params.frequency_penalty,
         ]
-        self._ints[:, slot] = upload(ints, torch.int64, self.device)
+        # One upload for three tensors: with short requests this is a good part of the host's time.
+        uploaded = upload(
+            [*ints, *stop_ids, *[-1] * (MAX_STOP_IDS - len(stop_ids)), *self._page_row(pages)], torch.int64, self.device
+        )
+        self._ints[:, slot] = uploaded[:_INT_ROWS]
+        self.stop_ids[slot] = uploaded[_INT_ROWS : _INT_ROWS + MAX_STOP_IDS]
+        self.page_table[slot] = uploaded[_INT_ROWS + MAX_STOP_IDS :]
         self._floats[:, slot] = upload(floats, torch.float32, self.device)
-        self.stop_ids[slot] = upload([*stop_ids, *[-1] * (MAX_STOP_IDS - len(stop_ids))], torch.int64, self.device)
-        self.set_pages(slot, pages)
         self._start_bias(slot, params)
         self._start_bad_words(slot, bad_words)
         # Only these read what came before; a neutral penalty gives the same logits whatever the counts say.
@@ -249,12 +253,26 @@ class SlotState:
             self.prompt_seen[slot].zero_()
             self.prompt_seen[slot].index_fill_(0, ids[: len(prompt)], True)
 
+    def _page_row(self, pages: Sequence[int]) -> list[int]:
+        return [*pages, *[self.scratch_page] * (self.page_table.shape[1] - len(pages))]
+
     def set_pages(self, slot: int, pages: Sequence[int]) -> None:
         """Give ``slot`` these pages, in order of positions; nothing waits for the device."""
+        self.page_table[slot] = upload(self._page_row(pages), torch.int64, self.device)
+
+    def add_pages(self, added: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+        """Give slots more pages, those of all in one launch; nothing waits for the device.
+
+        Args:
+            added: (slot, number of pages it had, the new ones) of each.
+        """
         columns = self.page_table.shape[1]
-        self.page_table[slot] = upload(
-            [*pages, *[self.scratch_page] * (columns - len(pages))], torch.int64, self.device
-        )
+        places = [slot * columns + held + i for slot, held, pages in added for i in range(len(pages))]
+        if not places:
+            return
+        new = [page for _, _, pages in added for page in pages]
+        indices, values = upload([places, new], torch.int64, self.device)
+        self.page_table.view(-1).index_copy_(0, indices, values)
 
     def gather(self, slots: Tensor, page_columns: int, block_size: int, *, kernels: bool = False) -> SlotRows:
         """Rows of ``slots [B]``; the page table is cut to ``page_columns``, a host-known bound.
