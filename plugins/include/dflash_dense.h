@@ -36,6 +36,12 @@ typedef struct dflash_skinny_params {
 
 DFLASH_EXPORT int32_t dflash_skinny_gemm(const dflash_skinny_params* params, dflash_stream stream);
 
+// As dflash_skinny_gemm with a weight of float8_e4m3 (dtype is that of x, bias and out) whose rows are scaled: real value =
+// stored value * scale of its row. `scales` [columns or 2 * columns] float32 are read as early as the weight. x is not
+// rounded: the result is that of the same product with the weight in float32.
+DFLASH_EXPORT int32_t dflash_skinny_gemm_float8(const dflash_skinny_params* params, const float* scales,
+                                                dflash_stream stream);
+
 #ifdef __cplusplus
 }
 #endif
