@@ -5,8 +5,8 @@ shapes, contiguity) and launch on the current stream. Nothing here synchronises;
 capture. A launch overlaps the one in front of it and reads its weight at once: a weight must not be the result of the
 launch in front.
 
-Of a float8 weight (``Fp8Matrix``) half the bytes are read. It is multiplied by x as it is, where ``fp8_linear``, made for
-many rows, rounds x to float8 too.
+Of a float8 weight (``Fp8Matrix``) half the bytes are read. It is multiplied by x as it is, where ``fp8_linear``, made
+for many rows, rounds x to float8 too.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from trtllm_dflash.errors import EngineError
+from trtllm_dflash.ops import torch_dense
 from trtllm_dflash.ops.plugin_library import load_library
 from trtllm_dflash.ops.torch_dense import Fp8Matrix
 
@@ -62,8 +63,8 @@ def takes(x: Tensor, weight: Tensor | Fp8Matrix) -> bool:
 def worthwhile(x: Tensor, weight: Tensor | Fp8Matrix) -> bool:
     """Whether the kernels here are the faster way on an H200 (``linear_us`` of ``benchmarks.kernels``).
 
-    Above 16 rows cuBLAS is: every block of the kernel reads all of x. For a float8 weight its way begins with rounding x,
-    launches of their own.
+    Above 16 rows cuBLAS is: every block of the kernel reads all of x. For a float8 weight its way begins with a launch
+    that rounds x.
     """
     return x.shape[0] <= (MAX_ROWS if isinstance(weight, Fp8Matrix) else 16) and takes(x, weight)
 
@@ -103,6 +104,48 @@ def skinny_gate_up(
         shape = tuple(_stored(weight).shape)
         raise EngineError(f"weight: got {shape}, expected an even number of rows (gate, then up)")
     return _launch(x, weight, None, out, rows // 2, gated=True, plan=plan)
+
+
+def fp8_linear(x: Tensor, weight: Fp8Matrix, bias: Tensor | None) -> Tensor:
+    """:func:`trtllm_dflash.ops.torch_dense.fp8_linear` of any number of rows, x rounded by :func:`quantize_rows`."""
+    if x.stride(-1) != 1 or x.stride(0) % 8 or x.shape[1] % 8 or x.data_ptr() % 16:
+        return torch_dense.fp8_linear(x, weight, bias)
+    values, scales = quantize_rows(x)
+    return torch_dense.fp8_product(values, scales, weight, bias, x.dtype)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As :func:`trtllm_dflash.ops.torch_dense.quantize_rows`, in one launch.
+
+    Args:
+        x: ``[N, K]`` bfloat16 or float16, K a multiple of 8; rows may be a slice of a wider matrix.
+
+    Returns:
+        float8_e4m3 values ``[N, K]`` and float32 scales ``[N, 1]``.
+
+    Raises:
+        EngineError: a tensor that the kernel does not take.
+    """
+    if not x.is_cuda or x.dtype not in _DTYPES or x.dim() != 2 or x.stride(1) != 1:
+        raise EngineError(
+            f"x: got {tuple(x.shape)} {x.dtype} on {x.device}, expected [N, K] bfloat16 or float16 on CUDA"
+        )
+    rows, width = x.shape
+    values = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+    with torch.cuda.device(x.device):
+        launch = load_library().function(
+            "dflash_quantize_rows",
+            (
+                *(ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
+                *(ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p),
+            ),
+        )
+        launch(
+            *(_DTYPES[x.dtype], x.data_ptr(), x.stride(0), values.data_ptr(), scales.data_ptr()),
+            *(rows, width, torch.cuda.current_stream().cuda_stream),
+        )
+    return values, scales
 
 
 def _stored(weight: Tensor | Fp8Matrix) -> Tensor:

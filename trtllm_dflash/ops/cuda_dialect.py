@@ -124,6 +124,8 @@ class CudaOps(TorchOps):
         weight = projection.weight
         if isinstance(weight, Tensor | Fp8Matrix) and dense.worthwhile(x, weight):
             return dense.skinny_linear(x, weight, projection.bias)
+        if isinstance(weight, Fp8Matrix):
+            return dense.fp8_linear(x, weight, projection.bias)
         return super().linear(x, projection)
 
     def gated(self, x: Tensor, projection: Linear[Tensor]) -> Tensor:
