@@ -39,7 +39,8 @@ __global__ void __launch_bounds__(kThreads)
             largest = larger(largest, larger(fabsf(pair.x), fabsf(pair.y)));
         }
     }
-    for (int offset = 16; offset > 0; offset /= 2) largest = larger(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
+    for (int offset = 16; offset > 0; offset /= 2)
+        largest = larger(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
     if (threadIdx.x % 32 == 0) warp_largest[threadIdx.x / 32] = largest;
     __syncthreads();
 #pragma unroll
@@ -80,7 +81,8 @@ int32_t dflash_quantize_rows(int32_t dtype, const void* x, int64_t x_stride, voi
     const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
     if (dtype == DFLASH_BFLOAT16)
         launch_overlapped(quantize_rows_kernel<__nv_bfloat16>, dim3(rows), kThreads, 0, cuda_stream,
-                          static_cast<const __nv_bfloat16*>(x), x_stride, static_cast<uint2*>(values), scales, width / 8);
+                          static_cast<const __nv_bfloat16*>(x), x_stride, static_cast<uint2*>(values), scales,
+                          width / 8);
     else
         launch_overlapped(quantize_rows_kernel<__half>, dim3(rows), kThreads, 0, cuda_stream,
                           static_cast<const __half*>(x), x_stride, static_cast<uint2*>(values), scales, width / 8);

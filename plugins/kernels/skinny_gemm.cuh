@@ -2,11 +2,11 @@
 //
 // Weight rows are the 16-row operand of the matrix instruction, so that eight tokens cost one. Each warp of a cluster
 // owns a range of K for the whole launch: its part of x is loaded once, into registers, and a weight tile meets it
-// there. What is left per tile is a sum over the warps of the cluster, in a fixed order. The warps take turns with it, so that
-// the others go on, and it stays tiles behind, so that nobody waits for a message.
+// there. What is left per tile is a sum over the warps of the cluster, in a fixed order. The warps take turns with it,
+// so that the others go on, and it stays tiles behind, so that nobody waits for a message.
 //
-// A float8 weight becomes halves in registers, exactly, and meets halves (skinny_tokens.cuh): the products are those of a
-// float32 weight. Hopper's float8 form of the same instruction is that conversion of both sides too.
+// A float8 weight becomes halves in registers, exactly, and meets halves (skinny_tokens.cuh): the products are those of
+// a float32 weight. Hopper's float8 form of the same instruction is that conversion of both sides too.
 #pragma once
 
 #include "cluster_messages.cuh"
@@ -35,16 +35,16 @@ struct SkinnyArgs {
 template <typename T_, bool kFloat8_, int kTokenTiles_, int kBlocks_>
 struct SkinnyShape {
     using T = T_;
-    static constexpr bool kFloat8 = kFloat8_;                     // the weight, else of type T
+    static constexpr bool kFloat8 = kFloat8_;  // the weight, else of type T
     static constexpr int kTileDepth = kTileRowBytes / (kFloat8 ? 1 : 2);
-    static constexpr int kPieces = kTileDepth / 32;               // 16 bytes of x: a lane's of a block, per eight tokens
-    static constexpr int kTokenTiles = kTokenTiles_;              // of eight tokens
-    static constexpr int kBlocks = kBlocks_;                      // of kTileDepth columns of K per warp, at most
+    static constexpr int kPieces = kTileDepth / 32;   // 16 bytes of x: a lane's of a block, per eight tokens
+    static constexpr int kTokenTiles = kTokenTiles_;  // of eight tokens
+    static constexpr int kBlocks = kBlocks_;          // of kTileDepth columns of K per warp, at most
     static constexpr int kWarps = 8, kThreads = 32 * kWarps;
     static constexpr int kSums = kTokenTiles * 8 * kTileRows;
     static constexpr int kBuffers = kTokenTiles <= 2 ? 3 : 2;  // of the warps' sums
-    static constexpr int kSlots = 2;                            // of the cluster's sums
-    static constexpr int kAlignment = 1024;  // of the swizzle
+    static constexpr int kSlots = 2;                           // of the cluster's sums
+    static constexpr int kAlignment = 1024;                    // of the swizzle
     static constexpr int kBarrierBytes = (2 * kBuffers + (1 + kMaxCluster) * kSlots) * 8;
 
     static constexpr int fixed_bytes(int cluster) {
@@ -88,8 +88,8 @@ __device__ __forceinline__ float rounded(float value) {
     return unpack_pair<T>(pack_pair<T>(value, 0.0f)).x;
 }
 
-// What the sums of this lane's weight row (see finish_tile) of a tile are multiplied with. Asked for before anything that
-// is waited for.
+// What the sums of this lane's weight row (see finish_tile) of a tile are multiplied with. Asked for before anything
+// that is waited for.
 template <typename Shape>
 __device__ __forceinline__ float scale_of_row(const SkinnyArgs& args, int tile) {
     float scale = 1.0f;
@@ -201,8 +201,8 @@ __device__ __forceinline__ void add_earlier(const SkinnyArgs& args, const SumBuf
         add_blocks(args, buffers, first_tile, joint);
 }
 
-// Adds a lane's 16 bytes of two weight rows, eight apart, times the tokens that x holds of the same columns. Two sums per
-// result: a warp has little else to hide the latency of an instruction with.
+// Adds a lane's 16 bytes of two weight rows, eight apart, times the tokens that x holds of the same columns. Two sums
+// per result: a warp has little else to hide the latency of an instruction with.
 template <typename Shape>
 __device__ __forceinline__ void multiply(const uint4& low, const uint4& high,
                                          const uint4 (&x)[Shape::kTokenTiles][Shape::kPieces], int half,
@@ -274,8 +274,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     if (args.start_next_at_once || (blocks > 0 && stream.left == 0)) let_next_launch_start();
     wait_for_previous_launch();
 
-    // Lane (g, t) holds token g of each eight; of every block's columns it owns a quarter, from the t-th on. Which ones does
-    // not matter to a sum, as long as the weight is read the same way.
+    // Lane (g, t) holds token g of each eight; of every block's columns it owns a quarter, from the t-th on. Which ones
+    // does not matter to a sum, as long as the weight is read the same way.
     const int group = lane / 4, quarter = lane % 4;
     uint4 x[kBlocks][kTiles][Shape::kPieces];
 #pragma unroll

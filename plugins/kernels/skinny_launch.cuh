@@ -56,7 +56,8 @@ inline Plan make_plan(const dflash_skinny_params& p, bool float8, int tiles) {
         plan.cluster = p.cluster;
     } else {
         // Large clusters leave multiprocessors out: no larger than x in registers asks for.
-        while (plan.cluster < kMaxCluster && per_warp(plan.cluster) > most_blocks(token_tiles, float8)) plan.cluster *= 2;
+        while (plan.cluster < kMaxCluster && per_warp(plan.cluster) > most_blocks(token_tiles, float8))
+            plan.cluster *= 2;
         // Few columns: the depth is what can be shared out. Messages eat what more than two blocks gain.
         if (plan.cluster == 1 && per_warp(1) > 1 && tiles * 2 <= multiprocessor_count()) plan.cluster = 2;
     }
@@ -66,8 +67,8 @@ inline Plan make_plan(const dflash_skinny_params& p, bool float8, int tiles) {
     return plan;
 }
 
-// Describes the weight as [groups][columns][depth]; a tile is 128 bytes of depth and 16 rows, half of them of each group
-// where there are two.
+// Describes the weight as [groups][columns][depth]; a tile is 128 bytes of depth and 16 rows, half of them of each
+// group where there are two.
 inline int32_t describe(const dflash_skinny_params& p, bool float8, CUtensorMap& map) {
     const cuuint64_t row_bytes = cuuint64_t(p.depth) * (float8 ? 1 : 2);
     const cuuint32_t groups = p.gated ? 2 : 1;
@@ -77,8 +78,8 @@ inline int32_t describe(const dflash_skinny_params& p, bool float8, CUtensorMap&
 }
 
 struct SharedMemory {
-    int most;     // bytes a block can have
-    int alone;    // bytes with which it has a multiprocessor to itself
+    int most;   // bytes a block can have
+    int alone;  // bytes with which it has a multiprocessor to itself
 };
 
 inline SharedMemory shared_memory() {
@@ -159,7 +160,8 @@ int32_t launch_for_blocks(const dflash_skinny_params& p, const Plan& plan, const
         return false;
     };
     if ((is_it(std::integral_constant<int, kCompiled>{}) || ...)) return status;
-    return fail(DFLASH_UNSUPPORTED, "skinny_gemm: a cluster of %d is too small for a depth of %d", plan.cluster, p.depth);
+    return fail(DFLASH_UNSUPPORTED, "skinny_gemm: a cluster of %d is too small for a depth of %d", plan.cluster,
+                p.depth);
 }
 
 template <typename T, bool kFloat8>

@@ -1,8 +1,9 @@
 // bfloat16 tokens as halves, without losing a bit that a float32 sum could show.
 //
-// A half has more fraction bits than a bfloat16 and less range. So each warp scales its part of a token by a power of two
-// that brings the largest element to 2^15, and its sums back by the inverse. What is 2^32 times smaller than the largest
-// loses bits, what is 2^40 times smaller is gone: float32 sums lose such terms as well. Infinities and NaN stay.
+// A half has more fraction bits than a bfloat16 and less range. So each warp scales its part of a token by a power of
+// two that brings the largest element to 2^15, and its sums back by the inverse. What is 2^32 times smaller than the
+// largest loses bits, what is 2^40 times smaller is gone: float32 sums lose such terms as well. Infinities and NaN
+// stay.
 #pragma once
 
 #include <stdint.h>
@@ -17,7 +18,9 @@ __device__ __forceinline__ __nv_bfloat162 as_bfloat16_pair(uint32_t bits) {
     return *reinterpret_cast<const __nv_bfloat162*>(&bits);
 }
 
-__device__ __forceinline__ uint32_t bits_of(const __nv_bfloat162& pair) { return *reinterpret_cast<const uint32_t*>(&pair); }
+__device__ __forceinline__ uint32_t bits_of(const __nv_bfloat162& pair) {
+    return *reinterpret_cast<const uint32_t*>(&pair);
+}
 
 // Powers of two that sums are multiplied with, as eight bits of exponent each: registers are dear. Of token
 // lane % 4 * 2 + i of every eight, which is where the matrix instruction leaves its sums.
