@@ -17,7 +17,7 @@ from benchmarks.result_file import write_result
 PARTS = ("select", "dense", "attention")
 SHAPES = {
     "attention": "32/8 heads, head_dim 128, bf16, B 1..64, context 4k..32k, S 8 and 16",
-    "linear": "Qwen3-8B's weights, 1 to 32 rows, bf16; a layer's dense part with its norms",
+    "linear": "Qwen3-8B's weights, 1 to 32 rows, bf16 and float8; a layer's dense part with its norms",
     "selection": "V 151936 and 152064, K 16, rank 256, S 8",
 }
 

@@ -1,4 +1,5 @@
-// C launch API of the dense products of decoding: a few rows of activations times a weight matrix that is read once.
+// C launch API of the dense products of decoding: a few rows of activations times a weight matrix that is read once, and
+// what a float8 product of many rows needs besides a library's matrix product.
 // Conventions as in dflash_kernels.h.
 #pragma once
 
@@ -35,6 +36,17 @@ typedef struct dflash_skinny_params {
 } dflash_skinny_params;
 
 DFLASH_EXPORT int32_t dflash_skinny_gemm(const dflash_skinny_params* params, dflash_stream stream);
+
+// As dflash_skinny_gemm with a weight of float8_e4m3 (dtype is that of x, bias and out) whose rows are scaled: real value =
+// stored value * scale of its row. `scales` [columns or 2 * columns] float32 are read as early as the weight. x is not
+// rounded: the result is that of the same product with the weight in float32.
+DFLASH_EXPORT int32_t dflash_skinny_gemm_float8(const dflash_skinny_params* params, const float* scales,
+                                                dflash_stream stream);
+
+// float8_e4m3 values [rows, width] contiguous and float32 scales [rows] with x = values * scales: the largest magnitude of a
+// row becomes 448. For products of many rows. width a multiple of 8; x and values 16-byte aligned, x_stride a multiple of 8.
+DFLASH_EXPORT int32_t dflash_quantize_rows(int32_t dtype, const void* x, int64_t x_stride, void* values, float* scales,
+                                           int32_t rows, int32_t width, dflash_stream stream);
 
 #ifdef __cplusplus
 }

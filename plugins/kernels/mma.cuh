@@ -125,6 +125,14 @@ __device__ __forceinline__ uint32_t e4m3_pair_to_half(uint32_t low_bits) {
     return halves;
 }
 
+// Four float8 e4m3 values (low byte first) as two and two halves; exact.
+__device__ __forceinline__ void e4m3_four_to_halves(uint32_t bits, uint32_t& low, uint32_t& high) {
+    asm("{ .reg .b16 first, second; mov.b32 {first, second}, %2; cvt.rn.f16x2.e4m3x2 %0, first;\n"
+        "cvt.rn.f16x2.e4m3x2 %1, second; }"
+        : "=r"(low), "=r"(high)
+        : "r"(bits));
+}
+
 // Two floats as float8 e4m3 (low byte first), saturating at +-448.
 __device__ __forceinline__ uint32_t pack_e4m3_pair(float low, float high) {
     return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);

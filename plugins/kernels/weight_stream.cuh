@@ -1,7 +1,7 @@
 // A warp's private stream of weight tiles: the copy engine fills a ring in shared memory, the warp empties it.
 //
 // No other warp takes part, so that a stream starts a few instructions into the kernel and never waits for a block-wide
-// barrier. A tile is 16 rows of 64 columns; 16-byte piece c of row r lies at piece c ^ (r % 8).
+// barrier. A tile is 16 rows of 128 bytes; 16-byte piece c of row r lies at piece c ^ (r % 8).
 #pragma once
 
 #include <cuda.h>
@@ -11,11 +11,12 @@
 
 namespace dflash {
 
-constexpr int kTileDepth = 64;  // 128 bytes: what the swizzle permutes
 constexpr int kTileRows = 16;
-constexpr int kTileBytes = kTileRows * kTileDepth * 2;
+constexpr int kTileRowBytes = 128;  // what the swizzle permutes
+constexpr int kTileBytes = kTileRows * kTileRowBytes;
 
-// Tiles come in the order of their columns, then of their rows.
+// Tiles of kTileDepth columns come in the order of their columns, then of their rows.
+template <int kTileDepth>
 struct WeightStream {
     const CUtensorMap* map;
     uint32_t ring, barriers;  // this warp's, in shared memory

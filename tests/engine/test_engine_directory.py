@@ -19,7 +19,9 @@ from tiny_pair import DrafterRecipe, write_drafter
 
 from trtllm_dflash.checkpoint.convert import convert
 from trtllm_dflash.engine.build import build
+from trtllm_dflash.engine.build_estimate import estimate_build
 from trtllm_dflash.engine.directory import load_session, open_engine_directory
+from trtllm_dflash.engine.torch_session import TorchSession
 from trtllm_dflash.errors import BuildError, CheckpointError, ConfigError, DFlashError, EngineError
 
 LIMITS = {"max_batch_size": 4, "max_seq_len": 128, "max_num_tokens": 32}
@@ -159,6 +161,32 @@ def test_ranks_that_the_torch_backend_cannot_run(tiny_pairs: Callable, tmp_path:
     convert(str(pair.target), str(pair.drafter), tmp_path / "checkpoint", tp_size=2)
     with pytest.raises(BuildError, match="converted for 2 ranks; the torch backend runs one"):
         build(tmp_path / "checkpoint", tmp_path / "engines", backend="torch")
+
+
+def test_an_fp8_cache_is_built_and_runs_in_the_compute_dtype_on_a_cpu(
+    tiny_pairs: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair, engines = tiny_pairs("llama-v2"), tmp_path / "engines"
+    convert(str(pair.target), str(pair.drafter), tmp_path / "checkpoint", kv_cache_dtype="fp8")
+    build(tmp_path / "checkpoint", engines, backend="torch", **LIMITS)
+    opened = open_engine_directory(engines)
+    assert opened.quantization.kv_cache_dtype == "fp8"
+    session = load_session(engines, device="cpu")
+    session.allocate_caches(1)
+    assert isinstance(session, TorchSession)
+    assert {cache.k.dtype for cache in session.target_caches} == {torch.float32}
+    assert "the KV cache is float32 here: an fp8 cache needs the CUDA kernels" in caplog.text
+
+
+def test_the_estimate_counts_one_byte_per_number_of_an_fp8_cache(tiny_pairs: Callable, tmp_path: Path) -> None:
+    pair = tiny_pairs("llama-v2")
+    estimates = []
+    for dtype in ("auto", "fp8"):
+        convert(str(pair.target), str(pair.drafter), tmp_path / dtype, kv_cache_dtype=dtype)
+        estimates.append(estimate_build(tmp_path / dtype, backend="torch", **LIMITS))
+    plain, small = estimates
+    assert small.target_cache_mb == plain.target_cache_mb / 4
+    assert small.drafter_cache_mb == plain.drafter_cache_mb
 
 
 @pytest.mark.parametrize("backend", ["torch", "tensorrt", "tensorrt-rtx"])

@@ -7,6 +7,7 @@ import torch
 
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops import cuda_dense
+from trtllm_dflash.ops.torch_dense import Fp8Matrix
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -29,9 +30,21 @@ def test_worthwhile_leaves_many_rows_to_cublas() -> None:
     assert not cuda_dense.worthwhile(zeros(17, 64), weight)
 
 
+def test_a_float8_weight_is_taken_up_to_the_most_rows() -> None:
+    matrix = Fp8Matrix(zeros(4096, 64).to(torch.float8_e4m3fn), torch.ones(1, 4096))
+    assert cuda_dense.worthwhile(zeros(32, 64), matrix)
+    assert cuda_dense.worthwhile(zeros(32, 64, dtype=torch.float16), matrix)
+    assert not cuda_dense.worthwhile(zeros(33, 64), matrix)
+    assert not cuda_dense.takes(zeros(8, 64).float(), matrix)
+    assert not cuda_dense.takes(zeros(8, 64), Fp8Matrix(matrix.values, torch.ones(2, 4096)[:, ::2]))
+    assert not cuda_dense.takes(zeros(8, 64), Fp8Matrix(matrix.values, matrix.scales.double()))
+
+
 def test_a_tensor_that_is_not_on_a_gpu_is_refused() -> None:
     with pytest.raises(EngineError, match=r"x: got .* on cpu"):
         cuda_dense.skinny_linear(zeros(8, 64), zeros(8, 64))
+    with pytest.raises(EngineError, match=r"x: got .* on cpu"):
+        cuda_dense.quantize_rows(zeros(8, 64))
 
 
 def test_gate_and_up_need_an_even_number_of_rows() -> None:

@@ -101,7 +101,8 @@ def convert(
             drafter is converted to the same.
         tp_size: tensor-parallel ranks.
         quantization: ``none``, ``fp8``, ``int8`` or ``nvfp4``, for the target's linear layers.
-        kv_cache_dtype: ``auto`` (compute dtype) or ``fp8``, for the target's cache.
+        kv_cache_dtype: ``auto`` (compute dtype) or ``fp8``, for the target's cache; ``fp8`` is what the torch backend
+            keeps on a GPU with the plugin kernels, TensorRT builds refuse it.
         force: replace an existing checkpoint directory.
         progress: called while downloading and writing.
 

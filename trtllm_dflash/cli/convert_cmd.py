@@ -44,7 +44,8 @@ Examples:
     type=click.Choice(list(get_args(KvCacheDtype))),
     default="auto",
     show_default=True,
-    help="Dtype of the target's KV cache; auto is the compute dtype.",
+    help="Dtype of the target's KV cache; auto is the compute dtype. fp8 is for the torch backend on a GPU with the "
+    "plugin library, in bfloat16 or float16; on a CPU such an engine runs with the compute dtype.",
 )
 @click.option("--force", is_flag=True, help="Replace an existing checkpoint directory.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON document.")

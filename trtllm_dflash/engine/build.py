@@ -165,11 +165,6 @@ def _check_torch_can(source: Checkpoint) -> None:
             f"{source.path}: converted for {source.mapping.tp_size} ranks; the torch backend runs one",
             hint="convert with --tp-size 1",
         )
-    if source.quantization.kv_cache_dtype == "fp8":
-        raise BuildError(
-            f"{source.path}: converted with --kv-cache-dtype fp8, which the torch backend does not have",
-            hint="convert with --kv-cache-dtype auto",
-        )
 
 
 def plan_options(
@@ -196,7 +191,7 @@ def plan_options(
         raise BuildError(
             f"{source.path}: converted with --kv-cache-dtype {source.quantization.kv_cache_dtype}; caches of TensorRT "
             "engines have the compute dtype",
-            hint="convert with --kv-cache-dtype auto",
+            hint="convert with --kv-cache-dtype auto, or build with --backend torch",
         )
     if lowering == "plugin":
         check_plugin_limits(source)

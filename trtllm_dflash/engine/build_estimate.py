@@ -142,7 +142,8 @@ def estimate_build(
     tokens = linear_row_tokens(limits) if linear else pages * limits.page_tokens
     dtype = getattr(torch, source.target_config.dtype)
     ranks = source.mapping.tp_size
-    target_cache = _cache_mb(source.target_config, tokens, dtype, ranks)
+    cache_dtype = torch.float8_e4m3fn if source.quantization.kv_cache_dtype == "fp8" else dtype
+    target_cache = _cache_mb(source.target_config, tokens, cache_dtype, ranks)
     drafter_cache = 0.0 if source.drafter_config is None else _cache_mb(source.drafter_config, tokens, dtype, ranks)
     resident = target_mb + drafter_mb
     if plans and weights == "embedded":

@@ -21,6 +21,7 @@ from trtllm_dflash.ops import cuda_fused as fused
 from trtllm_dflash.ops import cuda_select as select
 from trtllm_dflash.ops.interface import CacheLayer, HeadLayout, Linear
 from trtllm_dflash.ops.plugin_library import find_library, load_library
+from trtllm_dflash.ops.torch_dense import Fp8Matrix
 from trtllm_dflash.ops.torch_dialect import TorchOps
 
 _HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -121,13 +122,15 @@ class CudaOps(TorchOps):
 
     def linear(self, x: Tensor, projection: Linear[Tensor]) -> Tensor:
         weight = projection.weight
-        if isinstance(weight, Tensor) and dense.worthwhile(x, weight):
+        if isinstance(weight, Tensor | Fp8Matrix) and dense.worthwhile(x, weight):
             return dense.skinny_linear(x, weight, projection.bias)
+        if isinstance(weight, Fp8Matrix):
+            return dense.fp8_linear(x, weight, projection.bias)
         return super().linear(x, projection)
 
     def gated(self, x: Tensor, projection: Linear[Tensor]) -> Tensor:
         weight = projection.weight
-        if projection.bias is None and isinstance(weight, Tensor) and dense.worthwhile(x, weight):
+        if projection.bias is None and isinstance(weight, Tensor | Fp8Matrix) and dense.worthwhile(x, weight):
             return dense.skinny_gate_up(x, weight)
         return self.swiglu(self.linear(x, projection))
 

@@ -67,12 +67,17 @@ def fp8_linear(x: Tensor, weight: Fp8Matrix, bias: Tensor | None) -> Tensor:
     On a GPU the product is torch's row-wise scaled one (SM 89 and newer); on a CPU the same arithmetic in float32.
     """
     values, scales = quantize_rows(x)
-    if x.device.type == "cuda":
+    return fp8_product(values, scales, weight, bias, x.dtype)
+
+
+def fp8_product(values: Tensor, scales: Tensor, weight: Fp8Matrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """:func:`fp8_linear` of rows that were rounded before: ``values [N, in]`` and ``scales [N, 1]``."""
+    if values.device.type == "cuda":
         out = torch._scaled_mm(
-            values, weight.values.t(), scale_a=scales, scale_b=weight.scales, out_dtype=x.dtype, use_fast_accum=True
+            values, weight.values.t(), scale_a=scales, scale_b=weight.scales, out_dtype=dtype, use_fast_accum=True
         )
     else:
-        out = ((values.float() @ weight.values.float().t()) * scales * weight.scales).to(x.dtype)
+        out = ((values.float() @ weight.values.float().t()) * scales * weight.scales).to(dtype)
     return out if bias is None else out + bias
 
 
