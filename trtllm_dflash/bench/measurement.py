@@ -2,10 +2,10 @@
 
 What the words mean (docs/benchmarking.md says it for users):
 
-- ``tok_s`` and ``requests_s`` of a closed loop are those of whole requests: with ``in_flight`` requests of a mean length
-  of W seconds, in_flight / W of them end a second (Little's law), each with its tokens. What is half done when the
-  window begins or ends tilts neither, and they agree: tok/s is requests/s times tokens per request. In an open loop,
-  which may not be in balance, they count tokens and ends of all requests within the window, over its length.
+- ``tok_s`` and ``requests_s`` of a closed loop are those of whole requests: of ``in_flight`` requests that take W
+  seconds on average, in_flight / W end a second (Little's law), each with its tokens. What is half done when the window
+  begins or ends tilts neither, and they agree: tok/s is requests/s times tokens per request. In an open loop, which may
+  not be in balance, they count tokens and ends of all requests within the window, over its length.
 - ``tok_s_user`` is how fast one user sees tokens: tokens after the first event over the time after it, pooled over the
   measured requests. ``tpot_ms`` is its inverse per request.
 - ``itl_ms`` are the pauses between two events of a stream; with speculation an event brings several tokens.
