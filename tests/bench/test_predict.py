@@ -214,6 +214,8 @@ def test_prefills_that_share_a_pass_are_seen_in_the_measured_points() -> None:
     # As if prefills came one by one, 128 of them would take longer than the requests took.
     assert 128 * model.prefill_s > 128 * TOKENS / figures[128]["tok_s"]
     assert model.pass_share > 0.5
+    said = predict_curve(results, "al=2", concurrencies=(1,))["assumptions"]
+    assert f"{model.pass_share:.0%} of a prefill is its pass" in said
     error = median_error(held_out_errors(results, "fast"))
     assert error is not None
     assert error < 0.05
