@@ -47,7 +47,9 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--concurrency", default="1,2,4,8")
     parser.add_argument("--max-tokens", type=int, default=48)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--repeats", type=int, help="runs per point, 3 or more for intervals  [default: 3, of the long shape sweep 1]"
+    )
     parser.add_argument("--requests-per-user", type=int, default=2)
     parser.add_argument("--openai-url", help="endpoint for aiperf  [default: one that only sleeps]")
     parser.add_argument("--aiperf-command", default="aiperf")
@@ -103,18 +105,18 @@ class SweepBenchmark:
                 command=arguments.aiperf_command,
                 max_tokens=arguments.max_tokens,
             )
-        from benchmarks.sweep_shape import FORCED_ACCEPTANCE, PROMPT_TOKENS, shape_sweep
+        from benchmarks.sweep_shape import FORCED_ACCEPTANCE, MAX_TOKENS, PROMPT_TOKENS, shape_sweep
 
         self.shapes["qwen3_8b"] = (
             f"36 layers, 4096/12288, 32/8 heads of 128, V 151,936, bfloat16; 5-layer DFlash 2 drafter; random weights, "
-            f"forced acceptance {FORCED_ACCEPTANCE}, prompts of {PROMPT_TOKENS} random tokens"
+            f"forced acceptance {FORCED_ACCEPTANCE}; prompts of {PROMPT_TOKENS} random tokens, {MAX_TOKENS} of output"
         )
         plan_and_results = shape_sweep(
             self._demo_engines(2),
             self._folder / "shape",
             device=arguments.device,
             concurrencies=parse_concurrencies(arguments.concurrency),
-            repeats=arguments.repeats,
+            repeats=arguments.repeats or 1,
         )
         return self._figures("qwen3_8b", plan_and_results, self._folder / "shape")
 
@@ -130,9 +132,10 @@ class SweepBenchmark:
         plan = SweepPlan(
             tuple(configurations_from_shorthands(words, engines)),
             parse_concurrencies(arguments.concurrency),
-            repeats=arguments.repeats,
+            repeats=arguments.repeats or 3,
             requests_per_user=arguments.requests_per_user,
-            min_requests=8,
+            # A request of this small model takes milliseconds on a GPU: few of them are no measurement.
+            min_requests=32 if self._on_gpu else 8,
             device=arguments.device,
             max_open=1 if self._on_gpu else None,
         )

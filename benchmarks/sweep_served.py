@@ -69,8 +69,7 @@ def aiperf_figures(
         return figures, details | {"endpoint": FACTS}
     workload = make_workload(prompts, SamplingParams(max_tokens=max_tokens, temperature=0.0), count=2 * REQUESTS)
     served = find_served_model(url, api="openai")
-    # As AIPerf does it: no load is kept up behind the last request.
-    load = Load(CONCURRENCY, None, REQUESTS, cool_down=False)
+    load = Load(CONCURRENCY, None, REQUESTS)
     pairs = []
     for number in range(ROUNDS):
         pair: dict[str, Measurement] = {}

@@ -41,7 +41,7 @@ def test_users_beyond_what_threads_there_can_be_are_refused(users: int) -> None:
 
 def test_without_a_cool_down_users_leave() -> None:
     result = run_load(TimedEndpoint(), PROMPTS, GREEDY, Load(4, None, 6, cool_down=False))
-    assert {record.phase for record in result.records} == {"warm-up", "measured"}
+    assert {record.phase for record in result.records} == {"warm-up", "settling", "measured"}
     assert len(result.measured) == 6
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,7 +69,7 @@ def test_the_page_draws_its_chart_without_errors_or_network(browser: Any, report
     page.locator("#legend button").first.click()
     assert page.locator("#chart svg circle").count() == 2 * 4
     page.select_option("#x", "ttft")
-    page.check("#log")
+    page.check("#log-x")
     assert page.locator("#chart svg circle").count() == 4
     page.locator("#chart svg circle").first.hover()
     assert page.locator("#tip").evaluate("tip => getComputedStyle(tip).visibility") == "visible"
@@ -79,4 +80,36 @@ def test_the_page_draws_its_chart_without_errors_or_network(browser: Any, report
         float(text.split()[0]) for text in page.locator("#points tbody tr td:nth-child(3)").all_inner_texts()
     )
     assert problems == []
+    page.close()
+
+
+def test_an_axis_that_spans_much_begins_logarithmic_and_can_be_switched(browser: Any, tmp_path: Path) -> None:
+    places = {1: (900.0, 5000.0), 8: (2000.0, 400.0), 128: (4900.0, 42.0), 256: (5000.0, 40.0)}
+    # Of repeats far apart, the interval of which is wider than the chart.
+    runs = [
+        run("fast", users, repeat, result(y * shift, x * shift, ttft_ms=20.0 + users / 100))
+        for users, (y, x) in places.items()
+        for repeat, shift in enumerate((0.3, 1.0, 1.7))
+    ]
+    write_report(document(runs), tmp_path)
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto((tmp_path / "report.html").as_uri())
+    assert page.is_checked("#log-x")
+    assert not page.is_checked("#log-y")
+    assert page.locator("#chart text", has_text="tokens/s per user (logarithmic)").count() == 1
+    numbers = [box.bounding_box() for box in page.locator("#chart text.number").all()]
+    assert len(numbers) == 4
+    for a, b in itertools.combinations(numbers, 2):
+        apart_x = a["x"] + a["width"] <= b["x"] or b["x"] + b["width"] <= a["x"]
+        assert apart_x or a["y"] + a["height"] <= b["y"] + 3 or b["y"] + b["height"] <= a["y"] + 3
+    x_of_points = [float(circle.get_attribute("cx")) for circle in page.locator("#chart circle").all()]
+    assert max(x_of_points) - min(x_of_points) > 800, "points fill the chart, whatever their uncertainty"
+    page.uncheck("#log-x")
+    linear = [float(circle.get_attribute("cx")) for circle in page.locator("#chart circle").all()]
+    assert linear != x_of_points
+    # Another figure chooses anew.
+    page.select_option("#x", "ttft")
+    assert not page.is_checked("#log-x")
+    page.select_option("#x", "tok_s_user")
+    assert page.is_checked("#log-x")
     page.close()

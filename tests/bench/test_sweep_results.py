@@ -36,6 +36,8 @@ def test_confidence_interval_is_students() -> None:
     # Student's table: t(0.975, 2 degrees of freedom) = 4.302653; 1, 2, 4 have the variance 7 / 3.
     assert confidence_half_width([1.0, 2.0, 4.0]) == pytest.approx(4.302653 * (7 / 3 / 3) ** 0.5, rel=1e-6)
     assert confidence_half_width([1.0]) is None
+    # An interval of two values is 12.7 standard errors wide: it would only hide the points.
+    assert confidence_half_width([1.0, 2.0]) is None
 
 
 def test_acceptance_is_pooled_over_runs() -> None:
@@ -143,3 +145,18 @@ def test_sweeps_of_other_prompts_are_not_compared() -> None:
     other["method"] = {**other["method"], "workload": {**other["method"]["workload"], "prompts_sha256": "00"}}
     with pytest.raises(ConfigError, match="differ in prompts_sha256"):
         compare_sweeps(one, other)
+
+
+def test_sweeps_of_another_method_are_not_compared() -> None:
+    """A results.json from before methods had versions is of the first."""
+    one, other = document(_grid()), document(_grid())
+    one["method"] = {**one["method"], "version": 2}
+    with pytest.raises(ConfigError, match="measured by methods 2 and 1"):
+        compare_sweeps(one, other)
+
+
+def test_two_runs_far_apart_are_noise_without_an_interval() -> None:
+    runs = [run("plain", 1, repeat, result(rate, 50)) for repeat, rate in enumerate((100, 140))]
+    results = document(runs)
+    assert results["points"][0]["tok_s"]["ci95"] is None
+    assert any("uncertain by more than 10%" in text and "±17%" in text for text in results["warnings"])

@@ -49,12 +49,18 @@ def compare_sweeps(
     """Compare the points that two results documents share.
 
     Raises:
-        ConfigError: other prompts or sampling, or no common point.
+        ConfigError: other prompts, sampling or method, or no common point.
     """
     for name in ("prompts_sha256", "sampling", "chat_template", "forced_acceptance_length"):
         a, b = (document["method"]["workload"][name] for document in (before, after))
         if a != b:
             raise ConfigError(f"the sweeps differ in {name}: {a!r} and {b!r}; their points are not comparable")
+    versions = [document["method"].get("version", 1) for document in (before, after)]
+    if versions[0] != versions[1]:
+        raise ConfigError(
+            f"the sweeps were measured by methods {versions[0]} and {versions[1]}; the same engine has other figures",
+            hint="measure the older one again with this version",
+        )
     pairs = []
     for key, runs in _runs(before).items():
         others = _runs(after).get(key)

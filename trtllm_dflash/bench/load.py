@@ -1,8 +1,9 @@
 """Load: a constant number of users, or arrivals at a rate, kept up around the measured requests.
 
-The measured requests are a fixed list. Before them come warm-up requests, after them cool-down requests that are cut
-off when the last measured one has ended: every measured request ran under full load, and no figure depends on how the
-load rose or fell.
+The measured requests are a fixed list. Before them comes a warm-up, a request of another length for every user, and
+more requests until the last of these has ended: the first wave, in which all prefills come at once, is over then, and
+users are out of step. After them come cool-down requests that are cut off when the last measured one has ended. Every
+measured request ran under full load, and no figure depends on how the load rose or fell.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Load:
     Attributes:
         concurrency: requests in flight (closed loop), or the most of them when ``request_rate`` is set.
         request_rate: mean arrivals per second, Poisson; None for a closed loop.
-        requests: measured requests. warm_up: requests before them; None takes ``concurrency``.
+        requests: measured requests. warm_up: requests of staggered lengths before them; None takes ``concurrency``.
+            Until all of them have ended, who ended sends whole requests that are not measured either.
         seed: of the arrival times. cool_down: keep the load up until the last measured request has ended; without
             it users leave when there is nothing more to send, as in other tools.
     """
@@ -63,16 +65,22 @@ class Load:
 
     @property
     def warm_up_requests(self) -> int:
-        """Requests before the measured ones."""
+        """Requests of staggered lengths that begin before all others."""
         return (self.concurrency or 1) if self.warm_up is None else self.warm_up
 
 
 @dataclass(frozen=True)
 class LoadResult:
-    """Records of all requests; ``window`` is (begin, end) of the measured part in ``time.perf_counter`` seconds."""
+    """Records of all requests.
+
+    Attributes:
+        window: (begin, end) of the measured part in ``time.perf_counter`` seconds: from sending the first measured
+            request to the end of the last. is_open_loop: requests arrived at a rate, whoever had ended.
+    """
 
     records: tuple[RequestRecord, ...]
     window: tuple[float, float]
+    is_open_loop: bool = False
 
     @property
     def measured(self) -> tuple[RequestRecord, ...]:
@@ -92,8 +100,8 @@ def run_load(
     """Put ``load`` on ``endpoint``.
 
     Args:
-        prompts: taken in order and again from the start when there are fewer than measured requests; warm-up and
-            cool-down take them from the end backwards.
+        prompts: taken in order and again from the start when there are fewer than measured requests; all others
+            take them from the end backwards.
         params: of every request (a seed is offset by the request's index).
         progress: told (label, measured requests ended, measured requests).
         on_measured: told "begin" when the first measured request is sent and "end" when the last has ended.
@@ -130,6 +138,7 @@ class _Run:
         self._queue = self._requests()
         self._records: list[RequestRecord] = []
         self._ended = 0
+        self._warming_up = load.warm_up_requests
         self._failure: BaseException | None = None
 
     def closed_loop(self) -> None:
@@ -181,7 +190,7 @@ class _Run:
             raise self._failure
         measured = [record for record in self._records if record.phase == "measured"]
         window = (min(record.start for record in measured), max(record.end for record in measured))
-        return LoadResult(tuple(self._records), window)
+        return LoadResult(tuple(self._records), window, is_open_loop=self._load.request_rate is not None)
 
     def _join(self, threads: Sequence[threading.Thread]) -> None:
         try:
@@ -220,6 +229,9 @@ class _Run:
             return
         if record.phase == "measured":
             self._count()
+        elif record.phase == "warm-up":
+            with self._lock:
+                self._warming_up -= 1
 
     def _next(self) -> tuple[RequestRecord, SamplingParams] | None:
         with self._lock:
@@ -237,7 +249,10 @@ class _Run:
         return record, params
 
     def _staggered(self, max_tokens: int, number: int) -> int:
-        """Warm-up lengths differ, or requests of one length would begin and end in step for ever."""
+        """Warm-up lengths differ, or requests of one length would begin and end in step for ever.
+
+        What is left of a user's request at a random moment is uniform between nothing and all of it.
+        """
         users = self._load.concurrency or 1
         return max(1, max_tokens * (number % users + 1) // users)
 
@@ -259,6 +274,10 @@ class _Run:
         backwards = itertools.cycle(range(count - 1, -1, -1))
         for number in range(self._load.warm_up_requests):
             yield "warm-up", next(backwards), number
+        for number in itertools.count():
+            if not self._warming_up:
+                break
+            yield "settling", next(backwards), number
         for number in range(self._load.requests):
             yield "measured", number % count, number
         for number in itertools.count() if self._load.cool_down else ():

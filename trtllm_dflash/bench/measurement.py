@@ -2,7 +2,10 @@
 
 What the words mean (docs/benchmarking.md says it for users):
 
-- ``tok_s`` counts the tokens of all requests within the measured window, over its length.
+- ``tok_s`` and ``requests_s`` of a closed loop are those of whole requests: of ``in_flight`` requests that take W
+  seconds on average, in_flight / W end a second (Little's law), each with its tokens. What is half done when the window
+  begins or ends tilts neither, and they agree: tok/s is requests/s times tokens per request. In an open loop, which may
+  not be in balance, they count tokens and ends of all requests within the window, over its length.
 - ``tok_s_user`` is how fast one user sees tokens: tokens after the first event over the time after it, pooled over the
   measured requests. ``tpot_ms`` is its inverse per request.
 - ``itl_ms`` are the pauses between two events of a stream; with speculation an event brings several tokens.
@@ -115,17 +118,18 @@ def measure(result: LoadResult, *, gpus: int = 1, joules: float | None = None) -
         )
     begin, end = result.window
     window_s = end - begin
-    tokens = sum(n for record in result.records for at, n in record.events if begin < at <= end)
+    in_flight = sum(max(0.0, min(r.end, end) - max(r.start, begin)) for r in result.records) / window_s
+    tok_s, requests_s = _counted_rates(result) if result.is_open_loop else _whole_request_rates(measured, in_flight)
     decode_s = sum(record.decode_s or 0.0 for record in good)
     decoded = sum(record.decoded_tokens for record in good if record.decode_s)
     return Measurement(
         requests=len(measured),
         errors=len(failed),
         window_s=window_s,
-        tok_s=tokens / window_s,
+        tok_s=tok_s,
         tok_s_user=decoded / decode_s if decode_s else None,
-        tok_s_gpu=tokens / window_s / gpus,
-        requests_s=len(good) / window_s,
+        tok_s_gpu=tok_s / gpus,
+        requests_s=requests_s,
         gpus=gpus,
         ttft_ms=percentiles([record.ttft_s * 1e3 for record in good if record.ttft_s is not None]),
         itl_ms=percentiles([gap * 1e3 for record in good for gap in _gaps(record)]),
@@ -139,10 +143,10 @@ def measure(result: LoadResult, *, gpus: int = 1, joules: float | None = None) -
         e2e_ms=percentiles([(record.end - record.start) * 1e3 for record in good]),
         prompt_tokens=_mean([record.prompt_tokens for record in good]),
         completion_tokens=_mean([record.completion_tokens for record in good]),
-        in_flight=sum(max(0.0, min(r.end, end) - max(r.start, begin)) for r in result.records) / window_s,
+        in_flight=in_flight,
         acceptance=_acceptance(good),
         joules=joules,
-        joules_per_token=joules / tokens if joules is not None and tokens else None,
+        joules_per_token=joules / window_s / tok_s if joules is not None and tok_s else None,
         outputs_sha256=_digest(good),
         first_error=failed[0].error if failed else None,
         cut_short=cut_short(good),
@@ -168,6 +172,24 @@ def kept_shares(histogram: Sequence[int]) -> tuple[float, ...]:
     """From counts of cycles by drafts kept to the share of cycles that kept at least 1, 2, … drafts."""
     cycles = sum(histogram)
     return tuple(sum(histogram[kept:]) / cycles for kept in range(1, len(histogram))) if cycles else ()
+
+
+def _whole_request_rates(measured: Sequence[RequestRecord], in_flight: float) -> tuple[float, float]:
+    """tok/s and requests/s of a closed loop, from measured requests that all ran under full load.
+
+    A failed request took its user's time and brought nothing that counts.
+    """
+    good = [record for record in measured if record.error is None]
+    per_second = in_flight / sum(record.end - record.start for record in measured)
+    return per_second * sum(record.tokens for record in good), per_second * len(good)
+
+
+def _counted_rates(result: LoadResult) -> tuple[float, float]:
+    """tok/s and requests/s that left the engine within the window."""
+    begin, end = result.window
+    tokens = sum(n for record in result.records for at, n in record.events if begin < at <= end)
+    ended = sum(record.error is None and begin < record.end <= end for record in result.records)
+    return tokens / (end - begin), ended / (end - begin)
 
 
 def _acceptance(records: Sequence[RequestRecord]) -> Acceptance | None:

@@ -2,11 +2,15 @@
 
 Its words: B requests run, each with N output tokens, of which the first comes from a prefill of P seconds; acceptance
 length a, so c = (N - 1) / a cycles; a cycle of B requests takes t(B) seconds. While every user gets one request
-through, the engine does B prefills one after the other and c cycles for all of them together:
+through, the engine does B prefills and c cycles for all of them together:
 
-    T(B) = c * t(B) + B * P          seconds per request of one user
+    T(B) = c * t(B) + P * ((1 - s) * B + s * E(B))      seconds per request of one user
+    E(B) = c * (1 - exp(-B / c))                        prefill passes: cycles after which anybody waits
     tok/s = B * N / T(B)             tok/s per user = (N - 1) / (T(B) - W(B)), W the time to the first token
 
+Requests that end in one cycle are prefilled in one pass (B / c of them end in a cycle on average, Poisson). s is the
+share of P that a pass costs, however many prompts are in it: launches and weights; the rest is every prompt's own. It
+is as small as the measured points allow: none of them may say that a cycle of many requests is shorter than one of few.
 P is the time to the first token at the smallest measured concurrency. t(B) comes from a cycle table, or backwards from
 measured points (T = B * N / tok/s), and is interpolated linearly in B. A prediction is an estimate: its error on
 measured points that it was not given is computed by :func:`held_out_errors` and printed beside it.
@@ -15,6 +19,7 @@ measured points that it was not given is computed by :func:`held_out_errors` and
 from __future__ import annotations
 
 import bisect
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -46,7 +51,7 @@ class EngineModel:
     """What the model knows of one configuration.
 
     Attributes:
-        cycle_s: t(B). prefill_s: P. first_token_s: W(B).
+        cycle_s: t(B). prefill_s: P. pass_share: s, of P. first_token_s: W(B).
         output_tokens: N. acceptance_length: a, 1 for plain decoding. histogram: cycles by drafts kept, or None.
         block_size: S that ``cycle_s`` is of. max_batch: requests that run at a time; more wait.
         gpus: GPUs of one engine. layers: of the target, for the cost of communication.
@@ -62,12 +67,14 @@ class EngineModel:
     max_batch: int
     gpus: int
     layers: int | None = None
+    pass_share: float = 0.0
 
     def predict(self, concurrency: int) -> dict[str, float]:
         """tok_s, tok_s_user, tok_s_gpu at ``concurrency``, with the acceptance length they are of."""
         running = min(concurrency, self.max_batch)
         cycles = (self.output_tokens - 1) / self.acceptance_length
-        request_s = cycles * self.cycle_s.at(running) + running * self.prefill_s
+        prefills = _prefills(running, cycles, self.pass_share)
+        request_s = cycles * self.cycle_s.at(running) + prefills * self.prefill_s
         decode_s = max(request_s - self.first_token_s.at(running), cycles * self.cycle_s.at(running))
         tok_s = running * self.output_tokens / request_s
         return {
@@ -103,12 +110,13 @@ def model_of(document: Mapping[str, Any], label: str, *, without: Sequence[int] 
         raise ConfigError(f"{label}: no measured point to predict from", hint="measure at least concurrency 1")
     usable.sort(key=lambda point: point["concurrency"])
     prefill_s = usable[0]["ttft_ms"]["mean"]["mean"] / 1e3 / usable[0]["concurrency"]
+    share = _pass_share(usable, prefill_s)
     histogram = _summed([point["acceptance"]["histogram"] for point in usable if point["acceptance"]])
     length = _pooled_length(usable)
     return EngineModel(
         cycle_s=Line(
             tuple(float(point["concurrency"]) for point in usable),
-            tuple(_cycle_seconds(point, prefill_s) for point in usable),
+            tuple(_cycle_seconds(point, prefill_s, share) for point in usable),
         ),
         prefill_s=prefill_s,
         first_token_s=Line(
@@ -122,6 +130,7 @@ def model_of(document: Mapping[str, Any], label: str, *, without: Sequence[int] 
         max_batch=max_batch,
         gpus=int(usable[0]["gpus"]),
         layers=facts.get("target_layers"),
+        pass_share=share,
     )
 
 
@@ -229,12 +238,44 @@ def scaled(
     )
 
 
-def _cycle_seconds(point: Mapping[str, Any], prefill_s: float) -> float:
+def _prefills(running: float, cycles: float, pass_share: float) -> float:
+    """Prefills, in units of P, while every one of ``running`` users gets a request through."""
+    return (1 - pass_share) * running + pass_share * cycles * -math.expm1(-running / cycles)
+
+
+def _pass_share(points: Sequence[Mapping[str, Any]], prefill_s: float) -> float:
+    """The smallest s with which no point has a shorter cycle than the first one; 1 where none is enough.
+
+    A point's cycle time is a straight line in s, so the bounds have closed forms.
+    """
+    at_0, at_1 = ([_unbounded_cycle_seconds(point, prefill_s, share) for point in points] for share in (0.0, 1.0))
+    least = 0.0
+    for low, high in zip(at_0[1:], at_1[1:], strict=True):
+        shortfall, gain = at_0[0] - low, (high - at_1[0]) - (low - at_0[0])
+        if shortfall > 0:
+            least = max(least, shortfall / gain if gain > shortfall else 1.0)
+    return least
+
+
+def _cycle_seconds(point: Mapping[str, Any], prefill_s: float, pass_share: float) -> float:
     """t(B) backwards from a measured point; at least a tenth of the request's time, should P be overestimated."""
+    return max(
+        _unbounded_cycle_seconds(point, prefill_s, pass_share), 0.1 * _request_seconds(point) / _cycles_of(point)
+    )
+
+
+def _unbounded_cycle_seconds(point: Mapping[str, Any], prefill_s: float, pass_share: float) -> float:
+    cycles = _cycles_of(point)
+    return (_request_seconds(point) - prefill_s * _prefills(point["concurrency"], cycles, pass_share)) / cycles
+
+
+def _request_seconds(point: Mapping[str, Any]) -> float:
+    return float(point["concurrency"] * point["completion_tokens"] / point["tok_s"]["mean"])
+
+
+def _cycles_of(point: Mapping[str, Any]) -> float:
     length = point["acceptance"]["acceptance_length"] if point["acceptance"] else 1.0
-    cycles = (point["completion_tokens"] - 1) / length
-    request_s = point["concurrency"] * point["completion_tokens"] / point["tok_s"]["mean"]
-    return max(float(request_s - point["concurrency"] * prefill_s), 0.1 * request_s) / cycles
+    return float((point["completion_tokens"] - 1) / length)
 
 
 def _pooled_length(points: Sequence[Mapping[str, Any]]) -> float:

@@ -50,6 +50,7 @@ def predict_curve(
     errors = held_out_errors(document, label)
     model = model_of(document, label)
     said: list[str] = [f"from {label}"]
+    shared = f"{model.pass_share:.0%} of a prefill is its pass, which prompts share" if model.pass_share else None
     model = _other_block(document, model, asked, table, said)
     if "al" in asked:
         length = _number("al", asked.pop("al"))
@@ -68,7 +69,7 @@ def predict_curve(
         "label": f"{label}: {', '.join(said[1:])}" if said[1:] else label,
         "from": label,
         "words": words,
-        "assumptions": "; ".join([*said, error_text]),
+        "assumptions": "; ".join(filter(None, [*said, shared, error_text])),
         "held_out": errors,
         "median_error": median,
         "points": [model.predict(concurrency) for concurrency in concurrencies],

@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Literal
 
-Phase = Literal["warm-up", "measured", "cool-down"]
+Phase = Literal["warm-up", "settling", "measured", "cool-down"]
 
 
 @dataclass

@@ -150,7 +150,9 @@ class OpenAIEndpoint:
             record.error = str(error)
         except http.client.HTTPException as error:
             record.error = f"the connection was lost ({type(error).__name__})"
-        record.end = record.events[-1][0] if record.events and record.error is None else time.perf_counter()
+        # A stream that was left was in flight until now, whenever its last event came.
+        is_whole = bool(record.events) and record.finish_reason is not None and record.error is None
+        record.end = record.events[-1][0] if is_whole else time.perf_counter()
         if record.completion_tokens is not None:
             record.spread_evenly(record.completion_tokens)
         elif record.finish_reason is not None:

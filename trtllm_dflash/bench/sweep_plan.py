@@ -11,6 +11,10 @@ from trtllm_dflash.bench.load import MAX_USERS
 from trtllm_dflash.bench.workload import Workload
 from trtllm_dflash.errors import ConfigError
 
+# Raised when the same engine would get other figures. 2: whole requests, after a first wave that is not measured.
+# 1 (not in its documents): tokens of a window that began with the end of the first warm-up request.
+METHOD_VERSION = 2
+
 
 @dataclass(frozen=True, order=True)
 class PointKey:
@@ -26,7 +30,7 @@ class SweepPlan:
     """What a sweep is to measure.
 
     Attributes:
-        configurations, concurrencies: the grid. repeats: runs per point; 2 are needed for a confidence interval.
+        configurations, concurrencies: the grid. repeats: runs per point; 3 are needed for a confidence interval.
         requests_per_user, min_requests: measured requests of a run are max(min_requests, requests_per_user *
             concurrency). device: of engines in this process.
         max_open: engines that may be loaded at a time; None for all of them.
@@ -82,6 +86,7 @@ class SweepPlan:
 def method_facts(plan: SweepPlan, workload: Workload) -> dict[str, object]:
     """What two runs must share to be points of one sweep."""
     return {
+        "version": METHOD_VERSION,
         "workload": workload.facts(),
         "requests_per_user": plan.requests_per_user,
         "min_requests": plan.min_requests,

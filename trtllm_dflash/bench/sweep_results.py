@@ -21,6 +21,7 @@ from trtllm_dflash.bench.sweep_journal import RunRecord, written_whole
 from trtllm_dflash.errors import ConfigError
 
 SCHEMA_VERSION = 1
+LEAST_REPEATS = 3
 _RATES = ("tok_s", "tok_s_user", "tok_s_gpu", "requests_s", "joules_per_token")
 _LATENCIES = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms")
 _SHARES = ("mean", "p50", "p95", "p99")
@@ -77,8 +78,11 @@ def mark_frontier(points: Sequence[dict[str, Any]]) -> None:
 
 
 def confidence_half_width(values: Sequence[float]) -> float | None:
-    """Half-width of the 95 % confidence interval of the mean (Student's t); None for fewer than two values."""
-    if len(values) < 2:
+    """Half-width of the 95 % confidence interval of the mean (Student's t); None for fewer than three values.
+
+    Two would have one: 12.7 times their standard error, which says how little two values know and nothing else.
+    """
+    if len(values) < LEAST_REPEATS:
         return None
     from scipy.stats import t
 
@@ -179,13 +183,16 @@ def _pooled_acceptance(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any]
 
 def _warnings(runs: Sequence[RunRecord], points: Sequence[dict[str, Any]], method: Mapping[str, Any]) -> list[str]:
     spreads = [
-        (f"{point['config']}, concurrency {point['concurrency']}", point["tok_s"]["ci95"] / point["tok_s"]["mean"])
+        (f"{point['config']}, concurrency {point['concurrency']}", spread)
         for point in points
-        if point["tok_s"] is not None and point["tok_s"]["ci95"] is not None
+        if (spread := _relative_spread(point, runs)) is not None
     ]
     warnings = noise_warnings([Steadiness(**run.probe) for run in runs], spreads)
-    if any(point["repeats"] < 2 for point in points):
-        warnings.append("some points were run once: they have no confidence interval (--repeats 2 or more)")
+    if any(point["repeats"] < LEAST_REPEATS for point in points):
+        warnings.append(
+            f"some points were run less than {LEAST_REPEATS} times: they have no confidence interval "
+            f"(--repeats {LEAST_REPEATS} or more)"
+        )
     errors = sum(point["errors"] for point in points)
     if errors:
         warnings.append(
@@ -205,6 +212,18 @@ def _warnings(runs: Sequence[RunRecord], points: Sequence[dict[str, Any]], metho
     if most > workload["prompts"]:
         warnings.append(f"there are {workload['prompts']} prompts for {most} requests a run: some were sent repeatedly")
     return warnings + _capacity_warnings(runs)
+
+
+def _relative_spread(point: Mapping[str, Any], runs: Sequence[RunRecord]) -> float | None:
+    """Half-width of the confidence interval of tok/s over its mean, or of the range where there is no interval."""
+    estimate = point["tok_s"]
+    if estimate is None or point["repeats"] < 2:
+        return None
+    if estimate["ci95"] is not None:
+        return float(estimate["ci95"] / estimate["mean"])
+    place = (point["config"], point["concurrency"])
+    values = [run.result["tok_s"] for run in runs if (run.key.label, run.key.concurrency) == place]
+    return float((max(values) - min(values)) / 2 / estimate["mean"])
 
 
 def _capacity_warnings(runs: Sequence[RunRecord]) -> list[str]:

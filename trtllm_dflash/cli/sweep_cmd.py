@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 )
 @click.option("--aiperf-command", default="aiperf", show_default=True, help="AIPerf's executable.")
 @click.option("--concurrency", default="1,2,4,8", show_default=True, help="For example 1,2,4 or 1..256.")
-@click.option("--repeats", default=3, show_default=True, help="Runs per point; 2 or more for confidence intervals.")
+@click.option("--repeats", default=3, show_default=True, help="Runs per point; 3 or more for confidence intervals.")
 @click.option("--requests-per-user", default=4, show_default=True, help="Measured requests per concurrency.")
 @click.option("--min-requests", default=8, show_default=True, help="Measured requests of a run at least.")
 @click.option("--num-prompts", type=int, help="Use the first N prompts of the data set.  [default: all]")
