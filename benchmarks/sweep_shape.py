@@ -74,6 +74,7 @@ def shape_sweep(
             where = torch.device(device or "cuda:0")
             sessions.append(random_session(target, dflash2_drafter(target), limits, device=where))
         session = sessions[0]
+        session.limits = limits
         # All else is what a user's engine has: overlap and graphs wherever the device can.
         llm = LLM.of_session(
             session,
