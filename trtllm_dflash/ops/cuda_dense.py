@@ -63,10 +63,9 @@ def takes(x: Tensor, weight: Tensor | Fp8Matrix) -> bool:
 def worthwhile(x: Tensor, weight: Tensor | Fp8Matrix) -> bool:
     """Whether the kernels here are the faster way on an H200 (``linear_us`` of ``benchmarks.kernels``).
 
-    Above 16 rows cuBLAS is: every block of the kernel reads all of x. For a float8 weight its way begins with a launch
-    that rounds x.
+    Above 16 rows cuBLAS is, for weights of either kind: every block of the kernel reads all of x.
     """
-    return x.shape[0] <= (MAX_ROWS if isinstance(weight, Fp8Matrix) else 16) and takes(x, weight)
+    return x.shape[0] <= 16 and takes(x, weight)
 
 
 def skinny_linear(
