@@ -51,6 +51,20 @@ def test_speculation_that_does_not_pay_is_left_off() -> None:
     assert policy.choose(64, 8) == 2, "every 128th cycle tries the next size"
 
 
+def test_a_busy_host_makes_rows_free() -> None:
+    """Where every cycle waits for the host anyway, a larger block costs nothing; the device's time counts again later."""
+    policy = BlockSizePolicy(TABLE, 8)
+    _teach(policy, 0.4)
+    alone = policy.choose(64, 8)
+    assert alone < 8
+    for _ in range(200):
+        policy.observe_host(1000.0)
+    assert policy.choose(64, 8) == 8
+    for _ in range(400):
+        policy.observe_host(1e-3)
+    assert policy.choose(64, 8) == alone
+
+
 def test_the_whole_block_where_rows_are_free() -> None:
     policy = BlockSizePolicy(TABLE, 8)
     _teach(policy, 0.9)

@@ -2,7 +2,8 @@
 
 With acceptance probabilities a_1, a_2, … of the block's positions (each given that the one before was kept), a cycle of
 block size S emits ``1 + a_1 + a_1 a_2 + … + a_1 … a_(S-1)`` tokens in ``seconds(batch, S)``. S = 1 is plain decoding,
-so speculation that does not pay is left off.
+so speculation that does not pay is left off. With many short cycles the host takes longer than the device; then a cycle
+takes the host's time, whatever its size.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ _PRIOR, _PRIOR_WEIGHT = 0.7, 8.0
 _MEMORY = 4000.0
 # One cycle in this many tries the next larger block size, so that a change for the better is noticed.
 _EXPLORE_EVERY = 128
+# Weight of the newest turn in the host's mean time.
+_NEWEST = 0.05
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class BlockSizePolicy:
         self._reached = [0.0] * limit
         self._kept = [0.0] * limit
         self._cycles = 0
+        self._host_s = 0.0
 
     def acceptance(self) -> list[float]:
         """a_1 … a_(S-1) as believed now; where little was observed, the position before is what is believed."""
@@ -78,10 +82,14 @@ class BlockSizePolicy:
         """S for the next cycle of ``batch`` requests, none of which can use more than ``useful`` rows."""
         self._cycles += 1
         sizes = [size for size in self._sizes if size <= useful] or [1]
-        best = max(sizes, key=lambda size: self.expected_tokens(size) / self._table.at(batch, size))
+        best = max(sizes, key=lambda size: self.expected_tokens(size) / max(self._table.at(batch, size), self._host_s))
         if self._cycles % _EXPLORE_EVERY == 0:
             best = next((size for size in sizes if size > best), best)
         return best
+
+    def observe_host(self, seconds: float) -> None:
+        """Learn from one turn of the loop: what it took the host, without waiting for the device."""
+        self._host_s += _NEWEST * (seconds - self._host_s)
 
     def observe(self, block_size: int, accepted: Sequence[int]) -> None:
         """Learn from one cycle: ``accepted`` drafts of each of its requests."""

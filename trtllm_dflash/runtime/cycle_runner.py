@@ -49,6 +49,9 @@ class PendingResult:
 
     Args:
         result: of a pass whose work is queued; its tensors may be overwritten by the next pass on this stream.
+
+    Attributes:
+        waited_s: seconds that ``read`` waited for the device.
     """
 
     def __init__(self, result: CycleResult) -> None:
@@ -56,6 +59,7 @@ class PendingResult:
         if packed is None:
             columns = (result.produced[:, None], result.accepted[:, None], result.status[:, None])
             packed = torch.cat((result.tokens, *columns), dim=1)
+        self.waited_s = 0.0
         self._event: torch.cuda.Event | None = None
         self._parts = [_to_host(packed)]
         for part in (result.logprobs, result.top_logprobs, result.top_ids):
@@ -68,7 +72,9 @@ class PendingResult:
     def read(self, rows: int) -> HostResult:
         """The first ``rows`` rows, when the device has got that far."""
         if self._event is not None:
+            began = time.perf_counter()
             self._event.synchronize()
+            self.waited_s = time.perf_counter() - began
         packed = self._parts[0][:rows].tolist()
         logprobs, top, ids = [part[:rows].tolist() for part in self._parts[1:]] or (None, None, None)
         return HostResult(

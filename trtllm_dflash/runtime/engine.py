@@ -246,8 +246,13 @@ class Engine:
         # With overlap the newest cycle is read a turn later, while the device runs the one after it. A grammar's masks
         # need the result of the cycle before, so with one among the requests nothing is gained by waiting.
         kept = 1 if self._overlap and launched and not any(r.grammar for r in running) else 0
+        waited = 0.0
         while len(self._in_flight) > kept:
-            self._deliver(self._in_flight.popleft())
+            oldest = self._in_flight.popleft()
+            self._deliver(oldest)
+            waited += oldest.pending.waited_s
+        if self._policy is not None and kept:
+            self._policy.observe_host(time.perf_counter() - now - waited)
 
     def _fail_all(self, error: Exception) -> None:
         for request in [*self._scheduler.running, *self._scheduler.waiting]:
