@@ -52,7 +52,7 @@ def test_speculation_that_does_not_pay_is_left_off() -> None:
 
 
 def test_a_busy_host_makes_rows_free() -> None:
-    """Where every cycle waits for the host anyway, a larger block costs nothing; the device's time counts again later."""
+    """Where every cycle waits for the host anyway, a larger block is free; later the device's time counts again."""
     policy = BlockSizePolicy(TABLE, 8)
     _teach(policy, 0.4)
     alone = policy.choose(64, 8)
