@@ -25,7 +25,7 @@ grep -rlE 'pytest\.mark\.gpu' --include='test_*.py' "$@" | sort |
     exit "$status"'
 status=$?
 python3 - "$reports" "$status" "$((SECONDS - started))" "GPU_TEST_JOBS=${GPU_TEST_JOBS:-1} bash build_scripts/gpu_tests.sh $*" <<'PY'
-import datetime, json, sys
+import datetime, json, os, subprocess, sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -34,9 +34,12 @@ import torch
 suites = [suite for file in Path(sys.argv[1]).glob("*.xml") for suite in ElementTree.parse(file).getroot().iter("testsuite")]
 counts = {key: sum(int(suite.get(key, 0)) for suite in suites) for key in ("tests", "failures", "errors", "skipped")}
 gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
+# A machine that got only the files has no git: DFLASH_COMMIT says what they are.
+asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
 print(json.dumps({
     "name": "gpu_tests",
     "command": sys.argv[4],
+    "commit": os.environ.get("DFLASH_COMMIT") or asked.stdout.strip() or "unknown",
     "date": datetime.date.today().isoformat(),
     "machine": f"{torch.cuda.device_count()} x {gpu}",
     "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},

@@ -39,12 +39,6 @@ def test_users_beyond_what_threads_there_can_be_are_refused(users: int) -> None:
         Load(users, None, 4)
 
 
-def test_without_a_cool_down_users_leave() -> None:
-    result = run_load(TimedEndpoint(), PROMPTS, GREEDY, Load(4, None, 6, cool_down=False))
-    assert {record.phase for record in result.records} == {"warm-up", "settling", "measured"}
-    assert len(result.measured) == 6
-
-
 def test_warm_up_lengths_differ_so_that_users_fall_out_of_step() -> None:
     endpoint = TimedEndpoint()
     run_load(endpoint, PROMPTS, GREEDY, Load(4, None, 4))
@@ -97,7 +91,7 @@ def test_a_user_whose_requests_fail_waits_longer_each_time(monkeypatch: pytest.M
     monkeypatch.setattr(load, "LONGEST_PAUSE_S", 0.15)
     failing = [PROMPTS[number] for number in (0, 1, 2, 3, 5)]
     endpoint = TimedEndpoint(events=0, fail=failing)
-    result = run_load(endpoint, PROMPTS, GREEDY, Load(1, None, 7, warm_up=0, cool_down=False))
+    result = run_load(endpoint, PROMPTS, GREEDY, Load(1, None, 7, warm_up=0))
     starts = [record.start for record in result.records]
     pauses = [after - before for before, after in itertools.pairwise(starts)]
     assert all(pause >= least for pause, least in zip(pauses, (0.05, 0.1, 0.15, 0.15, 0.0, 0.05), strict=True))

@@ -26,15 +26,16 @@ def test_takes_names_what_the_kernel_can_do() -> None:
 
 def test_worthwhile_leaves_many_rows_to_cublas() -> None:
     weight = zeros(4096, 64)
-    assert cuda_dense.worthwhile(zeros(16, 64), weight)
-    assert not cuda_dense.worthwhile(zeros(17, 64), weight)
+    for one in (weight, Fp8Matrix(weight.to(torch.float8_e4m3fn), torch.ones(1, 4096))):
+        assert cuda_dense.worthwhile(zeros(16, 64), one)
+        assert not cuda_dense.worthwhile(zeros(17, 64), one)
 
 
-def test_a_float8_weight_is_taken_up_to_the_most_rows() -> None:
+def test_which_float8_weights_are_taken() -> None:
     matrix = Fp8Matrix(zeros(4096, 64).to(torch.float8_e4m3fn), torch.ones(1, 4096))
-    assert cuda_dense.worthwhile(zeros(32, 64), matrix)
-    assert cuda_dense.worthwhile(zeros(32, 64, dtype=torch.float16), matrix)
-    assert not cuda_dense.worthwhile(zeros(33, 64), matrix)
+    assert cuda_dense.takes(zeros(32, 64), matrix)
+    assert cuda_dense.takes(zeros(32, 64, dtype=torch.float16), matrix)
+    assert not cuda_dense.takes(zeros(33, 64), matrix)
     assert not cuda_dense.takes(zeros(8, 64).float(), matrix)
     assert not cuda_dense.takes(zeros(8, 64), Fp8Matrix(matrix.values, torch.ones(2, 4096)[:, ::2]))
     assert not cuda_dense.takes(zeros(8, 64), Fp8Matrix(matrix.values, matrix.scales.double()))

@@ -110,6 +110,25 @@ def test_an_adaptive_engine_gives_the_same_greedy_text(tiny_engines: Callable[..
         assert llm.stats().pages_used == 0
 
 
+def test_the_host_is_timed_where_a_turn_is_a_cycle(
+    tiny_engines: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns with a prefill are not the price of a cycle, and without overlap host and device take turns."""
+    seen: list[float] = []
+    monkeypatch.setattr(BlockSizePolicy, "observe_host", lambda self, seconds: seen.append(seconds))
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    engines = tiny_engines("llama-v2", max_batch_size=4)
+    with LLM(engines, device="cpu", options=EngineOptions(adaptive=True, overlap=True)) as llm:
+        cycles = llm.generate([[20, 21, 22]], params)[0].metrics.cycles
+    # The first cycle is launched in the turn of the prefill.
+    assert 1 <= len(seen) <= cycles + 1
+    assert all(seconds > 0 for seconds in seen)
+    seen.clear()
+    with LLM(engines, device="cpu", options=EngineOptions(adaptive=True, overlap=False)) as llm:
+        llm.generate([[20, 21, 22]], params)
+    assert seen == []
+
+
 def test_seeded_samples_do_not_depend_on_the_clock(tiny_engines: Callable[..., Path]) -> None:
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=50)
     engines = tiny_engines("llama-v2", max_batch_size=4)

@@ -81,6 +81,35 @@ def test_an_engine_without_memory_for_a_prefill_does_not_start(
     assert "--max-num-tokens" in (caught.value.hint or "")
 
 
+@pytest.mark.fault("a result is lost")
+@pytest.mark.parametrize("number", [0, 4], ids=["of a prefill", "of a cycle"])
+def test_a_pass_whose_result_is_lost_is_not_run_again(
+    tiny_engines: Callable, tiny_llms: Callable, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """It has moved its requests forward: they end, and nobody gets tokens with a hole. The engine goes on."""
+    prompts = [[ACTIVE[n % 16]] * length for n, length in enumerate((20, 15))]
+    expected = tiny_llms("llama-v2").generate(prompts, GREEDY)
+    real, seen = cycle_runner._to_host, []
+
+    def to_host(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(1)
+        if len(seen) == number + 1:
+            raise torch.OutOfMemoryError("no pinned memory is left")
+        return real(tensor)
+
+    with LLM(tiny_engines("llama-v2"), device="cpu") as llm:
+        monkeypatch.setattr(cycle_runner, "_to_host", to_host)
+        outputs = llm.generate(prompts, GREEDY)
+        assert any(output.finish_reason == "error" for output in outputs)
+        for output, whole in zip(outputs, expected, strict=True):
+            assert output.token_ids == whole.token_ids[: len(output.token_ids)]
+            if output.finish_reason == "error":
+                assert "its output was lost" in (output.error or "")
+        assert [output.token_ids for output in llm.generate(prompts, GREEDY)] == [one.token_ids for one in expected]
+        stats = llm.stats()
+        assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
+
+
 @pytest.mark.fault("out of memory in a recording")
 def test_an_engine_without_memory_for_its_graphs_does_not_start(
     tiny_engines: Callable, monkeypatch: pytest.MonkeyPatch

@@ -112,3 +112,13 @@ def test_a_budget_of_several_passes_gives_the_same_tokens(
         prefilled = llm.stats().counters["prefill_tokens"]
     assert all(tokens <= bounds[0] and requests <= bounds[1] for tokens, requests in passes)
     assert sum(tokens for tokens, _ in passes) == prefilled == sum(map(len, prompts))
+
+
+def test_pages_of_several_slots_are_added_at_once(tiny_engines: Callable) -> None:
+    session = load_session(tiny_engines("llama-v2"), device="cpu")
+    state = SlotState(3, 300, 6, 99, session.target_config.vocab_size, session.device)
+    state.set_pages(0, [5, 7])
+    state.set_pages(2, [1])
+    state.add_pages([(0, 2, [8]), (2, 1, [3, 4])])
+    state.add_pages([])
+    assert state.page_table.tolist() == [[5, 7, 8, 99, 99, 99], [99] * 6, [1, 3, 4, 99, 99, 99], [99] * 6]

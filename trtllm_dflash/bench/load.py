@@ -40,8 +40,7 @@ class Load:
         request_rate: mean arrivals per second, Poisson; None for a closed loop.
         requests: measured requests. warm_up: requests of staggered lengths before them; None takes ``concurrency``.
             Until all of them have ended, who ended sends whole requests that are not measured either.
-        seed: of the arrival times. cool_down: keep the load up until the last measured request has ended; without
-            it users leave when there is nothing more to send, as in other tools.
+        seed: of the arrival times.
     """
 
     concurrency: int | None
@@ -49,7 +48,6 @@ class Load:
     requests: int
     warm_up: int | None = None
     seed: int = 0
-    cool_down: bool = True
 
     def __post_init__(self) -> None:
         if self.concurrency is None and self.request_rate is None:
@@ -269,7 +267,7 @@ class _Run:
             self._endpoint.stop_all()
 
     def _requests(self) -> Iterator[tuple[Phase, int, int]]:
-        """(phase, prompt index, number within the phase); with a cool-down without end."""
+        """(phase, prompt index, number within the phase), without end."""
         count = len(self._prompts)
         backwards = itertools.cycle(range(count - 1, -1, -1))
         for number in range(self._load.warm_up_requests):
@@ -280,5 +278,5 @@ class _Run:
             yield "settling", next(backwards), number
         for number in range(self._load.requests):
             yield "measured", number % count, number
-        for number in itertools.count() if self._load.cool_down else ():
+        for number in itertools.count():
             yield "cool-down", next(backwards), number

@@ -10,7 +10,7 @@ through, the engine does B prefills and c cycles for all of them together:
 
 Requests that end in one cycle are prefilled in one pass (B / c of them end in a cycle on average, Poisson). s is the
 share of P that a pass costs, however many prompts are in it: launches and weights; the rest is every prompt's own. It
-is as small as the measured points allow: none of them may say that a cycle of many requests is shorter than one of few.
+is as small as the measured points allow: none of them may say that its cycle is shorter than that of the fewest users.
 P is the time to the first token at the smallest measured concurrency. t(B) comes from a cycle table, or backwards from
 measured points (T = B * N / tok/s), and is interpolated linearly in B. A prediction is an estimate: its error on
 measured points that it was not given is computed by :func:`held_out_errors` and printed beside it.

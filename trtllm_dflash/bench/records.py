@@ -15,7 +15,7 @@ class RequestRecord:
 
     Attributes:
         index: place in the list of prompts. phase: only ``measured`` requests are in latency and acceptance figures.
-        start, end: seconds of ``time.perf_counter``: when it was sent, when its last event came.
+        start, end: seconds of ``time.perf_counter``: when it was sent, when its last event came or it was left.
         events: (seconds, tokens) of every event that brought tokens, in order.
         finish_reason: None when it was cut off. error: the failure's text, or None.
         is_cut: its max_tokens did not fit into the sequence, and it ended there.

@@ -36,7 +36,12 @@ if TYPE_CHECKING:
     "--request-rate", type=float, metavar="R", help="Poisson arrivals, R a second; --concurrency then bounds them."
 )
 @click.option("--num-prompts", type=int, default=32, show_default=True, help="Measured requests.")
-@click.option("--warm-up", type=int, help="Requests before them, not measured.  [default: the concurrency]")
+@click.option(
+    "--warm-up",
+    type=int,
+    help="Requests of staggered lengths before them, not measured; nor are those sent until the last of these ended.  "
+    "[default: the concurrency]",
+)
 @speculation_option
 @click.option("--block-size", type=int, help="Block size S for this run, up to the engine's.")
 @click.option("--kv-cache-tokens", type=int, help="Tokens of the KV cache.  [default: what this load needs]")

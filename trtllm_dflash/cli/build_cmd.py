@@ -29,7 +29,7 @@ from trtllm_dflash.engine.plan_facts import Lowering, WeightsMode
 )
 @click.option("--max-batch-size", type=int, help="Running requests at a time.  [default: 16]")
 @click.option("--max-seq-len", type=int, help="Prompt plus output tokens of one request.  [default: up to 4096]")
-@click.option("--max-num-tokens", type=int, help="Prompt tokens of one pass.  [default: 2048]")
+@click.option("--max-num-tokens", type=int, help="Prompt tokens of one step of the engine.  [default: 2048]")
 @click.option("--block-size", type=int, help="Draft block S, anchor included.  [default: the checkpoint's]")
 @click.option("--max-draft-len", type=int, help="The same in TensorRT-LLM's words: S - 1.")
 @click.option("--speculative-num-draft-tokens", type=int, help="The same in SGLang's words: S.")

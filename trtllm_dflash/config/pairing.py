@@ -12,7 +12,7 @@ class BuildLimits:
     Attributes:
         max_batch_size: running requests at a time (slots).
         max_seq_len: prompt plus output tokens of one request.
-        max_num_tokens: tokens of one prefill pass, over all requests.
+        max_num_tokens: prompt tokens of one step of the engine, over all requests.
         block_size: S used at run time; 1 when there is no drafter.
         page_tokens: tokens of one KV cache page.
     """

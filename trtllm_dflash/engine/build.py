@@ -76,7 +76,7 @@ def build(
         backend: ``torch`` (the networks run by torch on any CPU or CUDA GPU; ``auto`` is this), ``tensorrt`` (plans for
             this machine's GPU) or ``tensorrt-rtx`` (plans for listed GPUs, built without one).
         max_batch_size: running requests (default 16). max_seq_len: prompt + output (default 4096, at most the
-            target's and the drafter's trained length). max_num_tokens: prompt tokens of one pass (default 2048).
+            target's and the drafter's trained length). max_num_tokens: prompt tokens of one step (default 2048).
         block_size: S, up to the checkpoint's (default: the checkpoint's).
         lowering: of the special operations in plans: ``plugin`` (layers of the plugin library over paged caches, full
             TensorRT, its default) or ``native`` (TensorRT's own layers over linear caches).

@@ -88,7 +88,8 @@ class BlockSizePolicy:
         return best
 
     def observe_host(self, seconds: float) -> None:
-        """Learn from one turn of the loop: what it took the host, without waiting for the device."""
+        """Learn from a turn of the loop that launched a cycle and nothing else: what it took the host, without waiting
+        for the device."""
         self._host_s += _NEWEST * (seconds - self._host_s)
 
     def observe(self, block_size: int, accepted: Sequence[int]) -> None:

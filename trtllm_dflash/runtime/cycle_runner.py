@@ -44,24 +44,38 @@ class HostResult:
     top_ids: list[list[list[int]]] | None
 
 
+class ResultLostError(EngineError):
+    """A pass has moved its slots forward, but its result cannot come to the host: it must not be run again."""
+
+
 class PendingResult:
     """A result on its way to the host. ``read`` waits for it.
 
     Args:
         result: of a pass whose work is queued; its tensors may be overwritten by the next pass on this stream.
 
+    Raises:
+        ResultLostError: there is no memory for it.
+
     Attributes:
         waited_s: seconds that ``read`` waited for the device.
     """
 
     def __init__(self, result: CycleResult) -> None:
+        self.waited_s = 0.0
+        self._event: torch.cuda.Event | None = None
+        self._parts: list[Tensor] = []
+        try:
+            self._send(result)
+        except Exception as error:
+            raise ResultLostError(f"the result of a pass is lost: {error}") from error
+
+    def _send(self, result: CycleResult) -> None:
         packed = result.packed
         if packed is None:
             columns = (result.produced[:, None], result.accepted[:, None], result.status[:, None])
             packed = torch.cat((result.tokens, *columns), dim=1)
-        self.waited_s = 0.0
-        self._event: torch.cuda.Event | None = None
-        self._parts = [_to_host(packed)]
+        self._parts.append(_to_host(packed))
         for part in (result.logprobs, result.top_logprobs, result.top_ids):
             if part is not None:
                 self._parts.append(_to_host(part))
@@ -151,6 +165,11 @@ class CycleRunner:
         self._graphs: dict[GraphKey, CapturedGraph[CycleResult]] = {}
         self._slots: dict[int, tuple[Tensor, list[int]]] = {}
         self._trace: LaunchTrace | None = None
+
+    @property
+    def recorded_graphs(self) -> int:
+        """How many passes have been recorded so far; recording takes the host far longer than launching."""
+        return 0 if self._pool is None else self._pool.captured
 
     @property
     def pool(self) -> GraphPool | None:

@@ -23,6 +23,7 @@ from trtllm_dflash.runtime.cycle_runner import (
     EngineOptions,
     HostResult,
     PendingResult,
+    ResultLostError,
     batch_choices,
     block_size_choices,
 )
@@ -233,7 +234,7 @@ class Engine:
     @torch.inference_mode()
     def _step(self) -> None:
         """One turn of the loop: cancel, admit, launch prefill and a cycle, then read what was launched a turn ago."""
-        now = time.perf_counter()
+        now, recorded = time.perf_counter(), self._runner.recorded_graphs
         for ending in self._scheduler.ended(now):
             self._finish(ending.request, ending.reason, ending.error, ending.kind)
         if self._refill.is_open(*self._scheduler.occupancy(), now):
@@ -251,7 +252,8 @@ class Engine:
             oldest = self._in_flight.popleft()
             self._deliver(oldest)
             waited += oldest.pending.waited_s
-        if self._policy is not None and kept:
+        only_a_cycle = len(launched) == 1 and launched[0].block_size is not None
+        if self._policy is not None and kept and only_a_cycle and self._runner.recorded_graphs == recorded:
             self._policy.observe_host(time.perf_counter() - now - waited)
 
     def _fail_all(self, error: Exception) -> None:
@@ -293,7 +295,6 @@ class Engine:
                 continue
             if len(request.pages) > held:
                 added.append((request, held))
-        # Who was preempted after growing has given everything back.
         self._state.add_pages([(r.slot, held, r.pages[held:]) for r, held in added if r.slot is not None])
         return [request for request in requests if request.slot is not None]
 
@@ -328,6 +329,9 @@ class Engine:
                 completed, result = self._prefiller.run(group, self._masks)
                 if result is not None:
                     launched.append(_launched(completed, PendingResult(result), block_size=None))
+            except ResultLostError:
+                self._lose([chunk.request for chunk in group])
+                continue
             except Exception as error:
                 groups[:0] = self._isolate(error, group, [chunk.request for chunk in group])
                 continue
@@ -349,6 +353,9 @@ class Engine:
                     mode |= request.spec.mode
                 slots = [r.slot for r in group if r.slot is not None]
                 pending = self._runner.launch(slots, block_size, columns, mode, self._masks(group))
+            except ResultLostError:
+                self._lose(group)
+                continue
             except Exception as error:
                 groups[:0] = self._isolate(error, group, group)
                 continue
@@ -377,6 +384,12 @@ class Engine:
             return [[member] for member in members]
         self._finish(requests[0], "error", f"the engine failed while running this request: {type(error).__name__}")
         return []
+
+    def _lose(self, requests: Sequence[Request]) -> None:
+        """A pass has moved these requests forward by tokens that nobody will see: they cannot go on."""
+        logger.exception("the result of a pass over %d request(s) is lost", len(requests))
+        for request in requests:
+            self._finish(request, "error", "the engine failed while running this request: its output was lost")
 
     def _deliver(self, launched: _Launched) -> None:
         """Read one pass and hand out its tokens; requests that have ended meanwhile get nothing of it."""

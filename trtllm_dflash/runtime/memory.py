@@ -140,8 +140,11 @@ def _state_bytes(session: EngineSession, limits: BuildLimits) -> int:
 
 
 def _pass_bytes(session: EngineSession, limits: BuildLimits, block_size: int, graphs: int) -> int:
-    """The larger of the largest prefill and the largest verification with its draft; recorded passes share memory that
-    is kept for them alone, and prefills of them are padded and leave their logits beside it."""
+    """The larger of the largest prefill and the largest verification with its draft.
+
+    On the kernels a prefill is padded. Recorded passes share memory that is kept for them alone, and a prefill's logits
+    lie beside it.
+    """
     target, drafter = session.target_config, session.drafter_config
     width = 2 if target.dtype != "float32" else 4
     captured = 0 if drafter is None else 2 * len(drafter.target_layer_ids) * target.hidden_size
@@ -153,9 +156,9 @@ def _pass_bytes(session: EngineSession, limits: BuildLimits, block_size: int, gr
     verify = rows * (per_token + logits)
     if drafter is not None and block_size > 1:
         verify += rows * target.vocab_size * width
-    if graphs:
+    if session.uses_kernels:
         largest = PassSizes(limits).largest
-        kept = largest.requests * target.vocab_size * width
+        kept = largest.requests * target.vocab_size * width if graphs else 0
         return max(verify, largest.tokens * per_token + largest.requests * logits) + kept
     prefill = limits.max_num_tokens * per_token + min(limits.max_batch_size, limits.max_num_tokens) * logits
     return max(verify, prefill)

@@ -93,7 +93,7 @@ class PrefillRunner:
             except torch.OutOfMemoryError as error:
                 raise EngineError(
                     f"there is no memory left for a prefill of {size.tokens} tokens",
-                    hint="give the engine a smaller KV cache, or build with a smaller --max-num-tokens",
+                    hint=f"give the engine a smaller KV cache, or build with a --max-num-tokens below {size.tokens}",
                 ) from error
         # Each was run once on the recording stream, whose memory nobody else is given.
         torch.cuda.empty_cache()

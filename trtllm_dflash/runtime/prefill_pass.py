@@ -7,7 +7,6 @@ written, not attended to, and their rows are not read. Padded requests have no t
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -86,7 +85,7 @@ def target_inputs(
     ids, facts = packed[: size.tokens], packed[size.tokens :].view(3, size.requests)
     slots, starts, counts = facts
     ends = counts.cumsum(0)
-    index = _counted(size.tokens, packed.device)
+    index = torch.arange(size.tokens, device=packed.device)
     owner = torch.searchsorted(ends, index, right=True).clamp_max(size.requests - 1)
     exists = index < ends[-1]
     positions = torch.where(exists, index - (ends - counts - starts)[owner], 0)
@@ -103,9 +102,3 @@ def target_inputs(
         logit_rows=(ends - 1).clamp_min(0),
         max_query=max_query,
     )
-
-
-# Made once, like the constants of the cycle: recorded passes read it where it is.
-@functools.cache
-def _counted(tokens: int, device: torch.device) -> Tensor:
-    return torch.arange(tokens, device=device)
