@@ -45,7 +45,7 @@ def test_the_plan_is_what_is_taken(tiny_engines: Callable, caplog: pytest.LogCap
 
 
 def test_recorded_passes_share_memory(tiny_engines: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the kernels: the larger pass counts, not both; a larger budget than one pass takes costs nothing; the logits of
+    """On the kernels: the larger pass counts, not both; a budget beyond one pass costs nothing; the logits of
     first tokens lie beside the pool."""
 
     def pass_bytes(max_num_tokens: int, block_size: int, graphs: int) -> int:
