@@ -40,9 +40,11 @@ class _Pool:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.captured = 0
 
     def capture(self, function: Callable[[], object]) -> _Recorded:
         function()
+        self.captured += 1
         return _Recorded(function)
 
 
