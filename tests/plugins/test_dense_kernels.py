@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 
+import dense_products
 import pytest
 import torch
+from dense_products import normal, poisoned
 from torch import Tensor
 
 from trtllm_dflash.ops.plugin_library import find_library
@@ -20,23 +22,8 @@ pytestmark = [
 SHAPES = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (256, 4096), (1032, 320), (24, 64), (1, 16384))
 
 
-def normal(generator: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=generator, device="cuda")
-
-
-def poisoned(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    return torch.full((rows, columns), float("nan"), dtype=dtype, device="cuda")
-
-
 def assert_product(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """One rounding to found's dtype, plus float32 accumulation (2^-20 of the sum of magnitudes bounds it amply)."""
-    expected = x.double() @ weight.double().t()
-    magnitude = x.double().abs() @ weight.double().abs().t()
-    if bias is not None:
-        expected, magnitude = expected + bias.double(), magnitude + bias.double().abs()
-    tolerance = expected.abs() * torch.finfo(found.dtype).eps / 2 + magnitude * 2.0**-20 + 1e-7
-    excess = ((found.double() - expected).abs() - tolerance).nan_to_num(float("inf"))
-    assert excess.max() <= 0, f"{excess.max():.3g} beyond tolerance"
+    dense_products.assert_product(found, x, weight, bias, least=1e-7)
 
 
 @pytest.mark.parametrize("seed", range(150))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 
+import dense_products
 import pytest
 import torch
+from dense_products import normal, poisoned
 from torch import Tensor
 
 from trtllm_dflash.ops.interface import Linear
@@ -23,10 +25,6 @@ QWEN3_8B = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288))
 SHAPES = (*QWEN3_8B, (1032, 320), (24, 64), (200, 192), (1, 16384))
 
 
-def normal(generator: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=generator, device="cuda")
-
-
 def random_matrix(generator: torch.Generator, columns: int, depth: int) -> Fp8Matrix:
     """Every finite float8 number, subnormal ones too, and scales of all sizes."""
     codes = torch.randint(0, 254, (columns, depth), generator=generator, device="cuda", dtype=torch.uint8)
@@ -39,20 +37,10 @@ def as_float64(matrix: Fp8Matrix) -> Tensor:
     return matrix.values.double() * matrix.scales.double().t()
 
 
-def poisoned(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    return torch.full((rows, columns), float("nan"), dtype=dtype, device="cuda")
-
-
 def assert_product(found: Tensor, x: Tensor, matrix: Fp8Matrix, bias: Tensor | None = None) -> None:
-    """One rounding to found's dtype, plus float32 accumulation (2^-20 of the sum of magnitudes bounds it amply)."""
-    weight = as_float64(matrix)
-    expected, magnitude = x.double() @ weight.t(), x.double().abs() @ weight.abs().t()
-    if bias is not None:
-        expected, magnitude = expected + bias.double(), magnitude + bias.double().abs()
     facts = torch.finfo(found.dtype)
-    tolerance = expected.abs() * facts.eps / 2 + magnitude * 2.0**-20 + facts.smallest_normal * facts.eps
-    excess = ((found.double() - expected).abs() - tolerance).nan_to_num(float("inf"))
-    assert excess.max() <= 0, f"{excess.max():.3g} beyond tolerance"
+    least = facts.smallest_normal * facts.eps
+    dense_products.assert_product(found, x, as_float64(matrix), bias, least=least)
 
 
 @pytest.mark.parametrize("seed", range(120))
