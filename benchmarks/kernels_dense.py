@@ -28,6 +28,8 @@ ROWS = (1, 8, 16, 32)
 LAYERS, COPIES_BYTES, MOST_COPIES, EPS = 12, 1 << 30, 40, 1e-6
 
 W = TypeVar("W", Tensor, Fp8Matrix)
+Product = Callable[[Tensor, W], Tensor]
+Make = Callable[[int, int, int], list[W]]
 
 
 def weights(rows: int, columns: int, copies: int) -> list[Tensor]:
@@ -63,10 +65,10 @@ def float8_gate_up(x: Tensor, weight: Fp8Matrix) -> Tensor:
 def measure_product(
     name: str,
     shape: tuple[int, int],
-    ours: Callable[[Tensor, W], Tensor],
-    theirs: Callable[[Tensor, W], Tensor],
+    ours: Product[W],
+    theirs: Product[W],
     peak: float,
-    make: Callable[[int, int, int], list[W]],
+    make: Make[W],
     element_bytes: int,
 ) -> dict[str, float]:
     """``NAME_us/SHAPE``, ``NAME_peak/SHAPE`` and the same of cuBLAS, for every number of rows."""
@@ -90,9 +92,9 @@ def measure_product(
 def measure_layer(
     peak: float,
     label: str,
-    make: Callable[[int, int, int], list[W]],
+    make: Make[W],
     element_bytes: int,
-    ways: dict[str, tuple[Callable[[Tensor, W], Tensor], Callable[[Tensor, W], Tensor]]],
+    ways: dict[str, tuple[Product[W], Product[W]]],
 ) -> dict[str, float]:
     """``LABEL_us/mROWS`` of one layer's dense part in a chain of layers, the same of cuBLAS, and the weights' floor.
 
@@ -114,8 +116,8 @@ def measure_layer(
         layer_weights: dict[str, W],
         residual: Tensor,
         x: Tensor,
-        linear: Callable[[Tensor, W], Tensor],
-        gated: Callable[[Tensor, W], Tensor],
+        linear: Product[W],
+        gated: Product[W],
     ) -> None:
         normed = cuda_fused.add_rms_norm(x, residual, scale, EPS)
         qkv = linear(normed, layer_weights["qkv"])

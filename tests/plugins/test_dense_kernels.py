@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
-
 import dense_products
 import pytest
 import torch
-from dense_products import normal, poisoned
+from dense_products import PLANS, DrawnProduct, normal, poisoned
 from torch import Tensor
 
 from trtllm_dflash.ops.plugin_library import find_library
@@ -30,11 +28,9 @@ def assert_product(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
 def test_skinny_linear(seed: int) -> None:
     from trtllm_dflash.ops.cuda_dense import skinny_linear
 
-    rng = random.Random(seed)
-    generator = torch.Generator("cuda").manual_seed(seed)
-    rows = rng.choice((1, 7, 8, 9, 16, 17, 32, rng.randint(1, 32)))
-    columns, depth = rng.choice((*SHAPES, (rng.randint(1, 3000), 64 * rng.randint(1, 100))))
-    dtype = rng.choice((torch.bfloat16, torch.float16))
+    drawn = DrawnProduct.linear(seed, SHAPES)
+    rng, generator, dtype = drawn.rng, drawn.generator, drawn.dtype
+    rows, columns, depth = drawn.rows, drawn.columns, drawn.depth
     padding = rng.choice((0, 8))
     x = normal(generator, rows, depth + padding).to(dtype)[:, :depth]
     weight = (0.05 * normal(generator, columns, depth)).to(dtype)
@@ -50,7 +46,7 @@ def test_skinny_linear(seed: int) -> None:
     assert wide[:, columns:].isnan().all()
 
 
-@pytest.mark.parametrize("plan", [(c, s, e) for c in (1, 2, 4, 8) for s in (2, 5) for e in (1, 2)])
+@pytest.mark.parametrize("plan", PLANS)
 def test_every_plan_computes_the_same_product(plan: tuple[int, int, int]) -> None:
     from trtllm_dflash.ops.cuda_dense import skinny_linear
 
@@ -67,17 +63,12 @@ def test_gate_up_equals_linear_then_swiglu(seed: int) -> None:
     from trtllm_dflash.ops.cuda_dense import skinny_gate_up, skinny_linear
     from trtllm_dflash.ops.cuda_fused import swiglu
 
-    rng = random.Random(seed)
-    generator = torch.Generator("cuda").manual_seed(seed)
-    rows = rng.randint(1, 32)
-    columns, depth = rng.choice(((12288, 4096), (8 * rng.randint(1, 400), 64 * rng.randint(1, 64))))
-    dtype = rng.choice((torch.bfloat16, torch.float16))
-    cluster = rng.choice([c for c in (1, 2, 4, 8) if c * 8 * 4 >= depth // 64])
-    x = normal(generator, rows, depth).to(dtype)
-    weight = (0.05 * normal(generator, 2 * columns, depth)).to(dtype)
-    plan = (cluster, 0, 0)
+    drawn = DrawnProduct.gated(seed)
+    rows, depth, plan = drawn.rows, drawn.depth, drawn.plan()
+    x = normal(drawn.generator, rows, depth).to(drawn.dtype)
+    weight = (0.05 * normal(drawn.generator, 2 * drawn.columns, depth)).to(drawn.dtype)
 
-    fused = skinny_gate_up(x, weight, out=poisoned(rows, columns, dtype), plan=plan)
+    fused = skinny_gate_up(x, weight, out=poisoned(rows, drawn.columns, drawn.dtype), plan=plan)
 
     assert torch.equal(fused, swiglu(skinny_linear(x, weight, plan=plan)))
 

@@ -7,7 +7,7 @@ import random
 import dense_products
 import pytest
 import torch
-from dense_products import normal, poisoned
+from dense_products import PLANS, DrawnProduct, normal, poisoned
 from torch import Tensor
 
 from trtllm_dflash.ops.interface import Linear
@@ -47,11 +47,9 @@ def assert_product(found: Tensor, x: Tensor, matrix: Fp8Matrix, bias: Tensor | N
 def test_float8_linear(seed: int) -> None:
     from trtllm_dflash.ops.cuda_dense import skinny_linear
 
-    rng = random.Random(seed)
-    generator = torch.Generator("cuda").manual_seed(seed)
-    rows = rng.choice((1, 7, 8, 9, 16, 17, 32, rng.randint(1, 32)))
-    columns, depth = rng.choice((*SHAPES, (rng.randint(1, 3000), 64 * rng.randint(1, 100))))
-    dtype = rng.choice((torch.bfloat16, torch.float16))
+    drawn = DrawnProduct.linear(seed, SHAPES)
+    rng, generator, dtype = drawn.rng, drawn.generator, drawn.dtype
+    rows, columns, depth = drawn.rows, drawn.columns, drawn.depth
     padding = rng.choice((0, 8))
     x = normal(generator, rows, depth + padding)[:, :depth]
     if dtype == torch.bfloat16:
@@ -82,7 +80,7 @@ def test_projections_of_qwen3_8b(shape: tuple[int, int], rows: int) -> None:
     assert_product(skinny_linear(x, matrix, out=poisoned(rows, shape[0], x.dtype)), x, matrix)
 
 
-@pytest.mark.parametrize("plan", [(c, s, e) for c in (1, 2, 4, 8) for s in (2, 5) for e in (1, 2)])
+@pytest.mark.parametrize("plan", PLANS)
 def test_every_plan_computes_the_same_product(plan: tuple[int, int, int]) -> None:
     from trtllm_dflash.ops.cuda_dense import skinny_linear
 
@@ -97,17 +95,12 @@ def test_gate_up_equals_linear_then_swiglu(seed: int) -> None:
     from trtllm_dflash.ops.cuda_dense import skinny_gate_up, skinny_linear
     from trtllm_dflash.ops.cuda_fused import swiglu
 
-    rng = random.Random(seed)
-    generator = torch.Generator("cuda").manual_seed(seed)
-    rows = rng.randint(1, 32)
-    columns, depth = rng.choice(((12288, 4096), (8 * rng.randint(1, 400), 64 * rng.randint(1, 64))))
-    dtype = rng.choice((torch.bfloat16, torch.float16))
-    cluster = rng.choice([c for c in (1, 2, 4, 8) if c * 8 * 4 >= depth // 64])
-    x = (normal(generator, rows, depth) / 4).to(dtype)
-    matrix = random_matrix(generator, 2 * columns, depth)
-    plan = (cluster, 0, 0)
+    drawn = DrawnProduct.gated(seed)
+    rows, depth, plan = drawn.rows, drawn.depth, drawn.plan()
+    x = (normal(drawn.generator, rows, depth) / 4).to(drawn.dtype)
+    matrix = random_matrix(drawn.generator, 2 * drawn.columns, depth)
 
-    fused = skinny_gate_up(x, matrix, out=poisoned(rows, columns, dtype), plan=plan)
+    fused = skinny_gate_up(x, matrix, out=poisoned(rows, drawn.columns, drawn.dtype), plan=plan)
 
     assert torch.equal(fused, swiglu(skinny_linear(x, matrix, plan=plan)))
 

@@ -37,6 +37,19 @@ class _SkinnyParams(ctypes.Structure):
     )
 
 
+# dtype; x and its stride; values and scales; rows, width; stream.
+_QUANTIZE_ROWS_ARGUMENTS = (
+    ctypes.c_int32,
+    ctypes.c_void_p,
+    ctypes.c_int64,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+    ctypes.c_int32,
+    ctypes.c_int32,
+    ctypes.c_void_p,
+)
+
+
 def takes(x: Tensor, weight: Tensor | Fp8Matrix) -> bool:
     """Whether :func:`skinny_linear` and :func:`skinny_gate_up` take this product."""
     dtype = x.dtype
@@ -135,15 +148,11 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     with torch.cuda.device(x.device):
         launch = load_library().function(
             "dflash_quantize_rows",
-            (
-                *(ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
-                *(ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p),
-            ),
+            _QUANTIZE_ROWS_ARGUMENTS,
         )
-        launch(
-            *(_DTYPES[x.dtype], x.data_ptr(), x.stride(0), values.data_ptr(), scales.data_ptr()),
-            *(rows, width, torch.cuda.current_stream().cuda_stream),
-        )
+        stream = torch.cuda.current_stream().cuda_stream
+        tensors = (x.data_ptr(), x.stride(0), values.data_ptr(), scales.data_ptr())
+        launch(_DTYPES[x.dtype], *tensors, rows, width, stream)
     return values, scales
 
 

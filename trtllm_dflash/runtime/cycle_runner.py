@@ -22,6 +22,7 @@ from trtllm_dflash.engine.session import EngineSession
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.runtime.cycle import CycleResult, Masks, draft_verify_cycle
 from trtllm_dflash.runtime.launch_trace import LaunchTrace
+from trtllm_dflash.runtime.outputs import TokenLogprobs
 from trtllm_dflash.runtime.prefill_pass import PassSizes
 from trtllm_dflash.runtime.slots import SamplingMode, SlotState, upload
 
@@ -42,6 +43,19 @@ class HostResult:
     logprobs: list[list[float]] | None
     top_logprobs: list[list[list[float]]] | None
     top_ids: list[list[list[int]]] | None
+
+    def token_logprobs(self, row: int, tokens: Sequence[int], count: int | None) -> list[TokenLogprobs]:
+        """Logprobs of one row's emitted tokens with ``count`` alternatives each; none when nobody asked."""
+        if count is None or self.logprobs is None or self.top_ids is None or self.top_logprobs is None:
+            return []
+        return [
+            TokenLogprobs(
+                token,
+                self.logprobs[row][column],
+                tuple(zip(self.top_ids[row][column][:count], self.top_logprobs[row][column][:count], strict=True)),
+            )
+            for column, token in enumerate(tokens)
+        ]
 
 
 class ResultLostError(EngineError):

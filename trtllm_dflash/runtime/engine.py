@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -21,20 +20,19 @@ from trtllm_dflash.runtime.cycle_profile import CycleProfiler
 from trtllm_dflash.runtime.cycle_runner import (
     CycleRunner,
     EngineOptions,
-    HostResult,
     PendingResult,
     ResultLostError,
     batch_choices,
     block_size_choices,
 )
 from trtllm_dflash.runtime.grammar import GrammarRun, allowed_tokens
+from trtllm_dflash.runtime.launched_pass import LaunchedPass
 from trtllm_dflash.runtime.outputs import (
     EngineStats,
     ErrorKind,
     FinishReason,
     OutputChunk,
     RequestMetrics,
-    TokenLogprobs,
 )
 from trtllm_dflash.runtime.prefill import PrefillChunk, PrefillRunner, plan_chunks
 from trtllm_dflash.runtime.refill import RefillPolicy
@@ -63,28 +61,6 @@ _COUNTERS = (
 _PROFILE_CONTEXT = 512
 # While requests decode, at least this part of the token budget still goes to prompts.
 _PREFILL_SHARE = 4
-
-
-@dataclass(frozen=True)
-class _Launched:
-    """A pass whose result nobody has read yet; ``block_size`` is None for a prefill's first tokens.
-
-    ``incarnations`` are the requests' at the launch: who was preempted since gets nothing of the result.
-    """
-
-    requests: Sequence[Request]
-    incarnations: Sequence[int]
-    pending: PendingResult
-    block_size: int | None
-
-    def awaited(self) -> list[tuple[int, Request]]:
-        """Rows whose request still waits for this very pass."""
-        pairs = zip(self.requests, self.incarnations, strict=True)
-        return [
-            (row, request)
-            for row, (request, incarnation) in enumerate(pairs)
-            if request.slot is not None and request.incarnation == incarnation
-        ]
 
 
 class Engine:
@@ -146,7 +122,7 @@ class Engine:
             )
             self._policy = BlockSizePolicy(self.cycle_table, block_size)
         self._refill = RefillPolicy(built.max_batch_size)
-        self._in_flight: deque[_Launched] = deque()
+        self._in_flight: deque[LaunchedPass] = deque()
         self._counters = dict.fromkeys(_COUNTERS, 0)
         self._wake = threading.Condition()
         self._closing = False
@@ -242,7 +218,8 @@ class Engine:
         running = self._scheduler.running
         decoding = [r for r in running if r.is_prefilled and r.may_emit]
         launched = self._prefill([r for r in running if not r.is_prefilled], len(decoding))
-        launched += self._decode(self._with_pages([r for r in running if r.is_prefilled and r.may_emit]))
+        ready = self._with_pages([r for r in running if r.is_prefilled and r.may_emit])
+        launched += self._launch(ready, lambda request: request, self._launch_cycle)
         self._in_flight.extend(launched)
         # With overlap the newest cycle is read a turn later, while the device runs the one after it. A grammar's masks
         # need the result of the cycle before, so with one among the requests nothing is gained by waiting.
@@ -304,64 +281,70 @@ class Engine:
             return None
         return lambda drafts: allowed_tokens(runs, drafts, self._session.target_config.vocab_size)
 
-    def _prefill(self, requests: Sequence[Request], decoding: int) -> list[_Launched]:
+    def _prefill(self, requests: Sequence[Request], decoding: int) -> list[LaunchedPass]:
         """Launch one budget of prompt tokens; what the cycle of ``decoding`` requests computes is taken from it."""
         if not requests:
             return []
         whole = self._session.limits.max_num_tokens
         budget = max(whole - decoding * self._block_size, whole // _PREFILL_SHARE, 1)
         most = self._prefiller.most_tokens or budget
-        launched: list[_Launched] = []
+        launched: list[LaunchedPass] = []
         while budget > 0 and requests:
             group = plan_chunks(requests, min(budget, most), self._prefiller.most_requests)
             budget -= sum(chunk.count for chunk in group)
-            launched += self._run_chunks(group)
+            launched += self._launch(group, lambda chunk: chunk.request, self._launch_chunks)
             requests = [request for request in requests if request.slot is not None and not request.is_prefilled]
         return launched
 
-    def _run_chunks(self, chunks: Sequence[PrefillChunk]) -> list[_Launched]:
-        """One prefill pass, or one for each chunk after a failure."""
-        groups = [list(chunks)]
-        launched = []
-        while groups:
-            group = groups.pop(0)
-            try:
-                completed, result = self._prefiller.run(group, self._masks)
-                if result is not None:
-                    launched.append(_launched(completed, PendingResult(result), block_size=None))
-            except ResultLostError:
-                self._lose([chunk.request for chunk in group])
-                continue
-            except Exception as error:
-                groups[:0] = self._isolate(error, group, [chunk.request for chunk in group])
-                continue
-            self._counters["prefill_tokens"] += sum(chunk.count for chunk in group)
-            for request in completed:
-                request.in_flight += 1
+    def _launch_chunks(self, chunks: list[PrefillChunk]) -> LaunchedPass | None:
+        """One prefill pass; None when it completes no prompt."""
+        completed, result = self._prefiller.run(chunks, self._masks)
+        launched = None if result is None else LaunchedPass.of(completed, PendingResult(result), block_size=None)
+        self._counters["prefill_tokens"] += sum(chunk.count for chunk in chunks)
         return launched
 
-    def _decode(self, requests: Sequence[Request]) -> list[_Launched]:
-        groups = [list(requests)] if requests else []
+    def _launch_cycle(self, requests: list[Request]) -> LaunchedPass:
+        block_size = self._choose_block_size(requests)
+        columns = self._columns(requests, block_size)
+        mode = SamplingMode()
+        for request in requests:
+            mode |= request.spec.mode
+        slots = [request.slot for request in requests if request.slot is not None]
+        pending = self._runner.launch(slots, block_size, columns, mode, self._masks(requests))
+        return LaunchedPass.of(requests, pending, block_size)
+
+    def _launch(
+        self,
+        members: Sequence[_Member],
+        request_of: Callable[[_Member], Request],
+        launch: Callable[[list[_Member]], LaunchedPass | None],
+    ) -> list[LaunchedPass]:
+        """One pass over ``members``. One that fails has published nothing: then each has a pass of its own, so that
+        only the guilty one fails."""
+        groups = [list(members)] if members else []
         launched = []
         while groups:
             group = groups.pop(0)
+            requests = [request_of(member) for member in group]
             try:
-                block_size = self._choose_block_size(group)
-                columns = self._columns(group, block_size)
-                mode = SamplingMode()
-                for request in group:
-                    mode |= request.spec.mode
-                slots = [r.slot for r in group if r.slot is not None]
-                pending = self._runner.launch(slots, block_size, columns, mode, self._masks(group))
+                one = launch(group)
             except ResultLostError:
-                self._lose(group)
-                continue
+                # Slots have moved forward by tokens that nobody will see: these requests cannot go on.
+                logger.exception("the result of a pass over %d request(s) is lost", len(group))
+                for request in requests:
+                    self._finish(request, "error", "the engine failed while running this request: its output was lost")
             except Exception as error:
-                groups[:0] = self._isolate(error, group, group)
-                continue
-            for request in group:
-                request.in_flight += 1
-            launched.append(_launched(group, pending, block_size))
+                logger.exception("a pass over %d request(s) failed", len(group))
+                if len(group) > 1:
+                    groups[:0] = [[member] for member in group]
+                else:
+                    text = f"the engine failed while running this request: {type(error).__name__}"
+                    self._finish(requests[0], "error", text)
+            else:
+                if one is not None:
+                    for request in one.requests:
+                        request.in_flight += 1
+                    launched.append(one)
         return launched
 
     def _choose_block_size(self, group: Sequence[Request]) -> int:
@@ -375,23 +358,7 @@ class Engine:
         furthest = max(r.context_host + r.in_flight * self._block_size for r in group) + block_size
         return min(_pages(furthest, self._session.limits.page_tokens), self._state.page_table.shape[1])
 
-    def _isolate(
-        self, error: Exception, members: Sequence[_Member], requests: Sequence[Request]
-    ) -> list[list[_Member]]:
-        """A pass that failed published nothing: run its requests one by one, so that only the guilty one fails."""
-        logger.exception("a pass over %d request(s) failed", len(requests))
-        if len(requests) > 1:
-            return [[member] for member in members]
-        self._finish(requests[0], "error", f"the engine failed while running this request: {type(error).__name__}")
-        return []
-
-    def _lose(self, requests: Sequence[Request]) -> None:
-        """A pass has moved these requests forward by tokens that nobody will see: they cannot go on."""
-        logger.exception("the result of a pass over %d request(s) is lost", len(requests))
-        for request in requests:
-            self._finish(request, "error", "the engine failed while running this request: its output was lost")
-
-    def _deliver(self, launched: _Launched) -> None:
+    def _deliver(self, launched: LaunchedPass) -> None:
         """Read one pass and hand out its tokens; requests that have ended meanwhile get nothing of it."""
         result = launched.pending.read(len(launched.requests))
         awaited = launched.awaited()
@@ -410,7 +377,7 @@ class Engine:
             try:
                 request.deliver(
                     tokens,
-                    _token_logprobs(result, row, tokens, request.spec.params.logprobs),
+                    result.token_logprobs(row, tokens, request.spec.params.logprobs),
                     stopped=result.status[row] == STOPPED,
                     at_limit=result.status[row] == OUT_OF_LENGTH,
                     drafted=drafted,
@@ -451,25 +418,5 @@ class Engine:
         self._counters["accepted_tokens"] += metrics.accepted_tokens
 
 
-def _launched(requests: Sequence[Request], pending: PendingResult, block_size: int | None) -> _Launched:
-    return _Launched(requests, [request.incarnation for request in requests], pending, block_size)
-
-
 def _pages(tokens: int, page_tokens: int) -> int:
     return -(-tokens // page_tokens)
-
-
-def _token_logprobs(result: HostResult, row: int, tokens: Sequence[int], count: int | None) -> list[TokenLogprobs]:
-    """Logprobs of one row's emitted tokens with ``count`` alternatives each; none when nobody asked."""
-    if count is None or result.logprobs is None or result.top_ids is None or result.top_logprobs is None:
-        return []
-    return [
-        TokenLogprobs(
-            token,
-            result.logprobs[row][column],
-            tuple(
-                zip(result.top_ids[row][column][:count], result.top_logprobs[row][column][:count], strict=True),
-            ),
-        )
-        for column, token in enumerate(tokens)
-    ]
