@@ -1,8 +1,8 @@
 """One prefill pass on tensors: which tokens of whom, where they go, and the padding that lets passes be recorded.
 
 On the plugin kernels a pass is padded to one of a few sizes, each a CUDA graph: launched one by one, the few hundred
-kernels of a short prompt take the host ten times as long as the GPU. Padded tokens belong to nobody: they are not
-written, not attended to, and their rows are not read. Padded requests have no tokens.
+kernels of a short prompt take the host longer than the GPU. Padded tokens belong to nobody: they are not written, not
+attended to, and their rows are not read. Padded requests have no tokens.
 """
 
 from __future__ import annotations
