@@ -15,11 +15,11 @@ namespace {
 constexpr int kCombineWarps = 4;
 constexpr float kLog2E = 1.4426950408889634f;
 
-// kRowWarps warps per query row: they take turns over the row's splits, four dimensions per lane.
-template <typename T, int kRowWarps>
-__global__ void __launch_bounds__(32 * kCombineWarps, 5)
+// kRowWarps warps per query row: they take turns over the row's splits, kAhead in flight each, four dimensions per
+// lane.
+template <typename T, int kRowWarps, int kAhead>
+__global__ void __launch_bounds__(32 * kCombineWarps, 4)
     combine_splits(const __grid_constant__ AttentionArgs args, int tile_rows, int tile_keys) {
-    constexpr int kAhead = 8;  // partial results in flight per warp
     constexpr int kHeld = kRowWarps == 4 ? kMaxSplits / 32 : 1;
     __shared__ float4 parts[kCombineWarps][32];
     const int kv_head = blockIdx.x, request = blockIdx.z, lane = threadIdx.x % 32;
@@ -28,9 +28,9 @@ __global__ void __launch_bounds__(32 * kCombineWarps, 5)
     const int row_tile = min(padded_row / tile_rows, args.row_tiles - 1), row = padded_row - row_tile * tile_rows;
     // The lengths are older than the launch that this one overlaps.
     const Extent extent(args, request, row_tile, tile_rows);
-    const int active = SplitRange(extent, args.splits, 0, tile_keys).active;
+    const int active = TileRange(extent, tile_keys).active(args.splits);
     const int request_row = extent.first_row + row;
-    const int head = kv_head * args.group + request_row % args.group;
+    const int head = args.head_of(kv_head, request_row);
     const float sink = args.sinks ? args.sinks[head] * kLog2E : -INFINITY;
     asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
     // A single split has written the result itself. With several warps per row the block is one row: all leave.
@@ -54,8 +54,8 @@ __global__ void __launch_bounds__(32 * kCombineWarps, 5)
     const auto column_of = [&](int quad) {
         return args.partial_out + first * args.head_dim + min(quad, quads - 1) * 4;
     };
-    float4 first_parts[kAhead];
-    load_parts(first_parts, column_of(lane), 0);  // while the statistics are on their way
+    float4 part[kAhead];
+    load_parts(part, column_of(lane), 0);  // while the statistics are on their way
     float2 stats[kHeld];
     float most = sink;
 #pragma unroll
@@ -85,13 +85,7 @@ __global__ void __launch_bounds__(32 * kCombineWarps, 5)
             if (i * 32 >= active) break;
 #pragma unroll 1
             for (int base = 0; base < 32 && i * 32 + base < active; base += kAhead * kRowWarps) {
-                float4 part[kAhead];
-                if (first_quad == 0 && i == 0 && base == 0) {
-#pragma unroll
-                    for (int j = 0; j < kAhead; ++j) part[j] = first_parts[j];
-                } else {
-                    load_parts(part, column, i * 32 + base);
-                }
+                if (first_quad > 0 || i > 0 || base > 0) load_parts(part, column, i * 32 + base);
 #pragma unroll
                 for (int j = 0; j < kAhead; ++j) {
                     // Splits without work have weight 0.
@@ -112,17 +106,24 @@ __global__ void __launch_bounds__(32 * kCombineWarps, 5)
             __syncthreads();
         }
         if (warp == 0 && quad < quads) {
-            T* target = static_cast<T*>(args.out) + (extent.query_begin + request_row / args.group) * args.out_stride +
-                        head * args.head_dim + quad * 4;
+            T* target = static_cast<T*>(args.out) +
+                        (extent.query_begin + args.query_of(request_row)) * args.out_stride + head * args.head_dim +
+                        quad * 4;
             *reinterpret_cast<uint2*>(target) = make_uint2(pack_pair<T>(value.x * factor, value.y * factor),
                                                            pack_pair<T>(value.z * factor, value.w * factor));
         }
     }
 }
 
+// Few loads per warp, all of them at once.
+int combine_row_warps(int splits) { return splits <= 4 ? 1 : splits <= 16 ? 2 : 4; }
+
 template <typename T>
 auto combine_kernel(int splits) {
-    return splits <= 8 ? combine_splits<T, 1> : combine_splits<T, 4>;
+    return splits <= 4    ? combine_splits<T, 1, 4>
+           : splits <= 8  ? combine_splits<T, 2, 4>
+           : splits <= 16 ? combine_splits<T, 2, 8>
+                          : combine_splits<T, 4, 8>;
 }
 
 bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
@@ -181,10 +182,14 @@ int32_t describe_cache(const dflash_attention_params& p, const void* cache, int 
                            {64, 1, cuuint32_t(keys)}, reinterpret_cast<CUtensorMap&>(map));
 }
 
+// For division by `divisor`, 2 or more, through the upper half of a product: exact below 2^32 / divisor.
+uint32_t inverse_of(int divisor) { return static_cast<uint32_t>(((1ull << 32) + divisor - 1) / divisor); }
+
 AttentionArgs make_args(const dflash_attention_params& p, const Plan& plan) {
     AttentionArgs args = {};
     args.index_bytes = p.index_bytes;
     args.group = p.num_heads / p.num_kv_heads;
+    args.group_inverse = inverse_of(args.group);
     args.kv_heads = p.num_kv_heads;
     args.head_dim = p.head_dim;
     args.page_tokens = p.page_tokens;
@@ -192,6 +197,7 @@ AttentionArgs make_args(const dflash_attention_params& p, const Plan& plan) {
     args.page_shift = -1;
     for (int shift = 4; shift < 31; ++shift)
         if (1 << shift == p.page_tokens) args.page_shift = shift;
+    if (args.page_shift < 0) args.page_inverse = inverse_of(p.page_tokens / 16);
     args.block_size = p.block_size;
     args.window_left = p.window_left;
     args.window_right = p.causal ? 0 : p.window_right;
@@ -240,9 +246,9 @@ int32_t dflash_attention(const dflash_attention_params* params, dflash_stream st
                     (long long)(p.workspace ? p.workspace_bytes : 0), (long long)plan.workspace_bytes);
     AttentionArgs args = make_args(p, plan);
     if (plan.variant->tensor_maps) {
-        args.copy_keys = p.page_tokens % 64 == 0 ? 64 : p.page_tokens % 32 == 0 ? 32 : 16;
-        if (int32_t status = describe_cache(p, p.k_cache, args.copy_keys, args.k_map)) return status;
-        if (int32_t status = describe_cache(p, p.v_cache, args.copy_keys, args.v_map)) return status;
+        args.copy_shift = p.page_tokens % 64 == 0 ? 6 : p.page_tokens % 32 == 0 ? 5 : 4;
+        if (int32_t status = describe_cache(p, p.k_cache, 1 << args.copy_shift, args.k_map)) return status;
+        if (int32_t status = describe_cache(p, p.v_cache, 1 << args.copy_shift, args.v_map)) return status;
     }
     const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
     Launch launch(*plan.variant, plan.shared_bytes, dim3(p.num_kv_heads, plan.row_tiles * plan.splits, p.batch),
@@ -254,7 +260,7 @@ int32_t dflash_attention(const dflash_attention_params* params, dflash_stream st
     if (plan.splits == 1 || plan.join_in_cluster) return DFLASH_OK;
 
     const int64_t rows = int64_t(p.block_size > 0 ? p.block_size : p.max_query) * args.group;
-    const int rows_per_block = plan.splits <= 8 ? kCombineWarps : 1;
+    const int rows_per_block = kCombineWarps / combine_row_warps(plan.splits);
     config.gridDim = dim3(p.num_kv_heads, (rows + rows_per_block - 1) / rows_per_block, p.batch);
     config.blockDim = dim3(32 * kCombineWarps);
     config.dynamicSmemBytes = 0;

@@ -15,6 +15,7 @@ constexpr int kMinTilesPerSplit = 2;
 struct AttentionArgs {
     int index_bytes, group, kv_heads, head_dim;
     int page_tokens, page_shift;  // page_shift: log2(page_tokens), or -1
+    uint32_t page_inverse;        // 2^32 / (page_tokens / 16), rounded up, where there is no page_shift
     int pages_per_request;
     int block_size;  // 0: paged mode
     int window_left, window_right;
@@ -31,9 +32,32 @@ struct AttentionArgs {
     int64_t q_stride, out_stride, block_stride, page_table_stride;
     float* partial_out;     // [B, kv_heads, row_tiles, splits, rows, head_dim], not normalised
     float2* partial_stats;  // same without head_dim: (reference exponent, sum)
-    // For the copy engine: the caches as [token rows, kv_heads, head_dim], boxes of copy_keys x 1 x 64.
+    // For the copy engine: the caches as [token rows, kv_heads, head_dim], boxes of 2^copy_shift x 1 x 64.
     TensorMap k_map, v_map;
-    int copy_keys;
+    int copy_shift;
+    uint32_t group_inverse;  // 2^32 / group, rounded up
+
+    // An index of an index tensor. Numbers of tokens, requests and pages fit in 32 bits: of wider ones the lower half.
+    __device__ __forceinline__ int index(const void* indices, int64_t i) const {
+        return *reinterpret_cast<const int*>(static_cast<const char*>(indices) + i * index_bytes);
+    }
+
+    // Which page of its request a key is in.
+    __device__ __forceinline__ int page_of(int key) const {
+        return page_shift >= 0 ? key >> page_shift : static_cast<int>(__umulhi(key / 16u, page_inverse));
+    }
+
+    __device__ __forceinline__ int page(int request, int entry) const {
+        return index(page_table, request * page_table_stride + entry);
+    }
+
+    // Which query of a request, and which head, one of its rows is. Rows are fewer than 2^32 / group.
+    __device__ __forceinline__ int query_of(int row) const {
+        return group == 1 ? row : static_cast<int>(__umulhi(row, group_inverse));
+    }
+    __device__ __forceinline__ int head_of(int kv_head, int row) const {
+        return kv_head * group + row - query_of(row) * group;
+    }
 };
 
 // Returns when the launch before this one is complete, if this one was allowed to overlap it: nothing that it wrote may
@@ -75,23 +99,22 @@ struct Extent {
     int full_low, full_high;  // keys that every row of the tile sees
 
     __device__ __forceinline__ Extent(const AttentionArgs& args, int request, int row_tile, int tile_rows) {
-        context = static_cast<int>(load_index(args.context_lengths, request, args.index_bytes));
+        context = args.index(args.context_lengths, request);
         int queries;
         if (args.block_size > 0) {
             queries = args.block_size;
             query_begin = static_cast<int64_t>(request) * queries;
             cached = context;
-            total = context + (args.block_lengths
-                                   ? static_cast<int>(load_index(args.block_lengths, request, args.index_bytes))
-                                   : queries);
+            total = context + (args.block_lengths ? args.index(args.block_lengths, request) : queries);
         } else {
-            query_begin = load_index(args.query_starts, request, args.index_bytes);
-            queries = static_cast<int>(load_index(args.query_starts, request + 1, args.index_bytes) - query_begin);
+            const int begin = args.index(args.query_starts, request);
+            query_begin = begin;
+            queries = args.index(args.query_starts, request + 1) - begin;
             cached = total = context + queries;
         }
         first_row = row_tile * tile_rows;
         rows = min(tile_rows, queries * args.group - first_row);
-        const int first_query = first_row / args.group, last_query = (first_row + max(rows, 1) - 1) / args.group;
+        const int first_query = args.query_of(first_row), last_query = args.query_of(first_row + max(rows, 1) - 1);
         low = key_low(args, first_query);
         high = key_high(args, last_query);
         full_low = key_low(args, last_query);
@@ -118,18 +141,30 @@ __device__ __forceinline__ int64_t first_partial_row(const AttentionArgs& args, 
            tile_rows;
 }
 
+// The key tiles of a row tile.
+struct TileRange {
+    int begin, count;
+
+    __device__ __forceinline__ TileRange(const Extent& extent, int tile_keys) {
+        begin = extent.low / tile_keys;
+        count = extent.high > extent.low ? (extent.high + tile_keys - 1) / tile_keys - begin : 0;
+    }
+
+    // Splits that have work; at least 1, split 0 always writes.
+    __device__ __forceinline__ int active(int splits) const { return max(1, min(splits, count / kMinTilesPerSplit)); }
+};
+
 // The key tiles of one split.
 struct SplitRange {
     int begin, end;  // tiles
-    int active;      // splits that have work; at least 1, split 0 always writes
+    int active;      // splits that have work
 
     __device__ __forceinline__ SplitRange(const Extent& extent, int splits, int split, int tile_keys) {
-        const int first = extent.low / tile_keys;
-        const int count = extent.high > extent.low ? (extent.high + tile_keys - 1) / tile_keys - first : 0;
-        active = max(1, min(splits, count / kMinTilesPerSplit));
+        const TileRange all(extent, tile_keys);
+        active = all.active(splits);
         // Shares differ by one tile at most.
-        begin = first + min(split, active) * count / active;
-        end = first + min(split + 1, active) * count / active;
+        begin = all.begin + min(split, active) * all.count / active;
+        end = all.begin + min(split + 1, active) * all.count / active;
     }
 };
 

@@ -17,7 +17,7 @@ template <typename T_, int kHeadDim_, int kWarpgroups_>
 struct HopperShape {
     using T = T_;
     static constexpr bool kFloat8 = false;
-    static constexpr int kHeadDim = kHeadDim_, kWarpgroups = kWarpgroups_, kKeys = 64, kGroupKeys = kKeys;
+    static constexpr int kHeadDim = kHeadDim_, kWarpgroups = kWarpgroups_, kKeys = 64;
     static constexpr int kThreads = 128 * kWarpgroups, kRows = 64 * kWarpgroups;
     static constexpr int kChunks = kHeadDim / 8;
     static constexpr int kPartBytes = kKeys * 128;  // all keys, 64 dimensions
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kWarpgroups == 1 ? 2 :
         copy_async_commit();
     }
     for (int row = threadIdx.x; row < Shape::kRows; row += Shape::kThreads) {
-        const int query = (extent.first_row + row) / args.group;
+        const int query = args.query_of(extent.first_row + row);
         row_low[row] = row < extent.rows ? extent.key_low(args, query) : 0;
         row_high[row] = row < extent.rows ? extent.key_high(args, query) : 0;
     }
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kWarpgroups == 1 ? 2 :
         copy_async_commit();
         const uint32_t k_stage = ring + stage * Shape::kStageBytes;
         stage = stage + 1 == stages ? 0 : stage + 1;
-        rows.attend(args, extent, row_low, row_high, k_stage, tile * Shape::kKeys);
+        rows.template attend<Shape::kKeys>(args, extent, row_low, row_high, k_stage, tile * Shape::kKeys, [] {});
     }
     // The combining launch may take its place on the multiprocessors now; it waits for our writes before it reads.
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -1,10 +1,10 @@
-// The Hopper kernel for work that fits one wave: a block fills a multiprocessor, and the tensor copy engine feeds it.
+// The Hopper kernel for up to 64 rows: a block fills a multiprocessor, and the tensor copy engine feeds it.
 //
 // One warp asks for key tiles, a few instructions each, where copies by threads spend most of a warp's time on
-// addresses; two warpgroups take half the keys of each tile, so that the last one is done soon after it has come.
-// Splits of a row tile that find room as one thread block cluster join by messages through the cluster's network. Large
-// clusters often do not, since the multiprocessors of a chip are not spread evenly (measured on an H200: 7 clusters of
-// 16, 15 of 8, 30 of 4, 66 of 2); then a second launch joins them.
+// addresses; two warpgroups take turns with the tiles, and half each of the last one, so that it is done soon after it
+// has come. Splits of a row tile that find room as one thread block cluster join by messages through the cluster's
+// network. Large clusters often do not, since the multiprocessors of a chip are not spread evenly (measured on an H200:
+// 7 clusters of 16, 15 of 8, 30 of 4, 66 of 2); then a second launch joins them.
 //
 // The copy engine takes tiles whose 64 keys are all in the cache and in sight. The others, at the ends, are copied by
 // the warpgroups themselves, while the first tiles are on their way: their order does not matter.
@@ -23,13 +23,17 @@ template <typename T_, int kHeadDim_>
 struct AloneShape {
     using T = T_;
     static constexpr bool kFloat8 = false;
-    static constexpr int kHeadDim = kHeadDim_, kKeys = 64, kKeyGroups = 2, kGroupKeys = kKeys / kKeyGroups, kRows = 64;
-    static constexpr int kThreads = 128 * kKeyGroups;  // of the warpgroups
+    static constexpr int kHeadDim = kHeadDim_, kKeys = 64, kRows = 64;
+    static constexpr int kWarpgroups = 2, kThreads = 128 * kWarpgroups;  // of the warpgroups
     // The warp that fetches has its own warpgroup, whose registers the others take over.
     static constexpr int kLaunchThreads = kThreads + 128;
     static constexpr int kFetchRegisters = 40, kRegisters = 232;
     // The last stages first serve tiles at the ends.
     static constexpr int kStages = 6, kLentStages = 2;
+    // Tiles, K and V counted apart, that are on their way at a time. More come no faster, but many of them at once, and
+    // unevenly among the multiprocessors; and everything else that is read waits behind them. Only a split with many
+    // tiles gains by some more.
+    static constexpr int kAhead = 2, kAheadLong = 3, kLongShare = 64;
     static constexpr int kChunks = kHeadDim / 8;
     static constexpr int kPartBytes = kKeys * 128;  // all keys, 64 dimensions
     static constexpr int kValueOffset = kHeadDim / 64 * kPartBytes, kStageBytes = 2 * kValueOffset;
@@ -41,7 +45,7 @@ struct AloneShape {
     static constexpr int kAfterRingBytes = kInboxBytes > kQueryBytes ? kInboxBytes : kQueryBytes;
     // After the last tile the ring holds what the warpgroups give each other, a stage for the sums of each and one for
     // the rest, and the block's own rows for the join.
-    static constexpr int kStatsStage = kKeyGroups, kOwnStage = kStatsStage + 1;
+    static constexpr int kStatsStage = kWarpgroups, kOwnStage = kStatsStage + 1;
     static_assert(kHeadDim / 8 * 128 * 8 <= kStageBytes && kOwnStage < kStages, "one stage holds what is given");
 
     static __device__ __forceinline__ int piece_offset(int key, int chunk) {
@@ -51,67 +55,121 @@ struct AloneShape {
     static constexpr int shared_bytes(int) { return kStages * kStageBytes + kAfterRingBytes + kAlignment - 16; }
 };
 
-// Which tiles of a split the copy engine takes: `count` from `first`. The others are those before and after.
-struct WholeTiles {
-    int first, count, edges;
+// Which key tiles the splits of a row tile take. The copy engine fetches the whole ones, which the splits deal out in
+// turn, so that a split knows its first before it has seen a length. The few others, before and after those, go to the
+// last split, which has the fewest whole tiles.
+struct TileShares {
+    int active;                  // splits that have work; at least 1, split 0 always writes
+    int whole_begin, whole_end;  // whole tiles; split s takes whole_begin + s and every active-th from there
+    int edges_before, edges_after;
 
-    // With a settled context only that: rows of the pass itself may still be on their way to the cache.
-    __device__ __forceinline__ WholeTiles(const Extent& extent, const SplitRange& range, int tile_keys, bool settled) {
-        first = max(range.begin, (extent.low + tile_keys - 1) / tile_keys);
-        count = max(0, min(range.end, (settled ? extent.context : extent.cached) / tile_keys) - first);
-        edges = range.end - range.begin - count;
+    // With a settled context only its tiles are whole: rows of the pass itself may still be on their way to the cache.
+    __device__ __forceinline__ TileShares(const Extent& extent, int splits, int tile_keys, bool settled) {
+        const TileRange all(extent, tile_keys);
+        active = all.active(splits);
+        whole_begin = min((extent.low + tile_keys - 1) / tile_keys, all.begin + all.count);
+        whole_end =
+            max(whole_begin, min(all.begin + all.count, (settled ? extent.context : extent.cached) / tile_keys));
+        edges_before = whole_begin - all.begin;
+        edges_after = all.begin + all.count - whole_end;
+    }
+
+    __device__ __forceinline__ int edges(int split) const {
+        return split == active - 1 ? edges_before + edges_after : 0;
     }
 
     // Tile number of edge `i`.
-    __device__ __forceinline__ int edge(const SplitRange& range, int i) const {
-        const int before = min(first, range.end) - range.begin;
-        return i < before ? range.begin + i : first + count + i - before;
+    __device__ __forceinline__ int edge(int i) const {
+        return i < edges_before ? whole_begin - edges_before + i : whole_end + i - edges_before;
     }
 };
 
-// Runs as one warp: fetches the whole tiles in order, lane i the i-th part of each.
+// The warp that fetches whole tiles, K and V of each on barriers of their own: lane i the i-th part of either.
 template <typename Shape>
-__device__ __forceinline__ void fetch_tiles(const AttentionArgs& args, const Extent& extent, const WholeTiles& whole,
-                                            int request, int kv_head, uint32_t ring, uint32_t full, uint32_t empty) {
-    constexpr int kHalves = Shape::kHeadDim / 64, kGroups = Shape::kKeys / 16, kBatch = 32 / kGroups;
-    const int lane = threadIdx.x % 32;
-    const int copies = Shape::kKeys / args.copy_keys * kHalves * 2;  // at most 16
-    // The halves of a row follow each other: they are neighbours in memory.
-    const int half = lane % kHalves, values = lane / kHalves % 2, part = lane / kHalves / 2 * args.copy_keys;
-    const TensorMap* map = values ? &args.v_map : &args.k_map;
-    const uint32_t target = ring + values * Shape::kValueOffset + half * Shape::kPartBytes + part * 128;
+struct TileFetcher {
+    static constexpr int kHalves = Shape::kHeadDim / 64, kGroups = Shape::kKeys / 16, kBatch = 32 / kGroups;
+
+    const AttentionArgs& args;
+    const int request, split, kv_head, lane;
     const uint64_t policy = evict_first_policy();
-    // Lane l holds the cache row of key group l % kGroups of tile first + l / kGroups; the next batch's pages are on
-    // their way.
-    auto key_of = [&](int first) { return (whole.first + first) * Shape::kKeys + lane * 16; };
-    auto page_of = [&](int key) { return args.page_shift >= 0 ? key >> args.page_shift : key / args.page_tokens; };
-    const int end_key = (whole.first + whole.count) * Shape::kKeys;
-    auto read_page = [&](int first) {
-        const int key = key_of(first);
-        if (key >= end_key) return 0;
-        const int64_t entry = request * args.page_table_stride + page_of(key);
-        return static_cast<int>(load_index(args.page_table, entry, args.index_bytes));
-    };
-    int page = read_page(0), next_page = read_page(kBatch), rows = 0;
-    for (int i = 0; i < whole.count; ++i) {
-        const int in_batch = i % kBatch;
-        if (in_batch == 0) {
-            if (i > 0) {
-                page = next_page;
-                next_page = read_page(i + kBatch);
-            }
-            const int key = key_of(i);
-            rows = page * args.page_tokens + key - page_of(key) * args.page_tokens;
-        }
-        const int row = __shfl_sync(0xffffffffu, rows, in_batch * kGroups + min(part, Shape::kKeys - 16) / 16);
-        const int stage = i % Shape::kStages, turn = i / Shape::kStages;
-        const bool lent = stage >= Shape::kStages - Shape::kLentStages;
-        if (lent || turn > 0) wait_for_phase(empty + stage * 8, lent ? turn & 1 : (turn - 1) & 1);
-        if (lane == 0) expect_bytes(full + stage * 8, Shape::kStageBytes);
-        __syncwarp();
-        if (lane < copies)
-            copy_box(target + stage * Shape::kStageBytes, map, half * 64, kv_head, row, full + stage * 8, policy);
+    int column, group;  // where this lane's part begins in a row; with which key group of a tile
+    bool copies;
+    uint32_t target;  // of this lane's part of a stage
+    int rows;         // cache row of key group lane % kGroups of the lane / kGroups-th tile of a batch
+
+    // Reads the pages of the split's first tiles under the assumption that all splits have work and that the first key
+    // is in sight: beside the lengths, not after them.
+    __device__ __forceinline__ TileFetcher(const AttentionArgs& args, int request, int split, int kv_head,
+                                           uint32_t ring)
+        : args(args), request(request), split(split), kv_head(kv_head), lane(threadIdx.x % 32) {
+        const int page = page_from(split, args.splits, args.pages_per_request);
+        // The halves of a row follow each other: they are neighbours in memory.
+        column = lane % kHalves * 64;
+        group = lane / kHalves << (args.copy_shift - 4);
+        copies = group < kGroups;
+        group = min(group, kGroups - 1);
+        target = ring + lane % kHalves * Shape::kPartBytes + group * (16 * 128);
+        rows = row_of(page, split, args.splits);
     }
+
+    __device__ __forceinline__ int key_of(int first, int step) const {
+        return (first + lane / kGroups * step) * Shape::kKeys + lane % kGroups * 16;
+    }
+
+    // Of the batch that begins with tile `first`; 0 at and above `end_page` of the request.
+    __device__ __forceinline__ int page_from(int first, int step, int end_page) const {
+        const int entry = args.page_of(key_of(first, step));
+        return entry < end_page ? args.page(request, entry) : 0;
+    }
+
+    __device__ __forceinline__ int row_of(int page, int first, int step) const {
+        const int key = key_of(first, step);
+        return (page - args.page_of(key)) * args.page_tokens + key;
+    }
+
+    // Fetches tiles `tile`, tile + step, … below `end`.
+    __device__ __forceinline__ void run(int tile, int step, int end, uint32_t full, uint32_t empty) {
+        const int end_page = args.page_of(max(end * Shape::kKeys - 1, 0)) + 1;
+        const int ahead = end - tile >= Shape::kLongShare * step ? Shape::kAheadLong : Shape::kAhead;
+        if (tile != split || step != args.splits) rows = row_of(page_from(tile, step, end_page), tile, step);
+        int next_page = 0, stage = 0, turn = 0, landed_stage = 0, landed_turn = 0;
+#pragma unroll 1
+        for (int i = 0; tile < end; ++i, tile += step) {
+            if (i % kBatch == 0 && i > 0) rows = row_of(next_page, tile, step);
+            const int row = __shfl_sync(0xffffffffu, rows, i % kBatch * kGroups + group);
+            const bool lent = stage >= Shape::kStages - Shape::kLentStages;
+            if (lent || turn > 0) wait_for_phase(empty + stage * 8, lent ? turn & 1 : (turn - 1) & 1);
+#pragma unroll
+            for (int values = 0; values < 2; ++values) {
+                if (i >= ahead) wait_for_phase(full + (landed_stage * 2 + values) * 8, landed_turn & 1);
+                const uint32_t barrier = full + (stage * 2 + values) * 8;
+                if (lane == 0) expect_bytes(barrier, Shape::kStageBytes / 2);
+                __syncwarp();
+                if (copies)
+                    copy_box(target + stage * Shape::kStageBytes + values * Shape::kValueOffset,
+                             values ? &args.v_map : &args.k_map, column, kv_head, row, barrier, policy);
+            }
+            // The next batch's pages are on their way.
+            if (i % kBatch == 0) next_page = page_from(tile + kBatch * step, step, end_page);
+            if (i >= ahead && ++landed_stage == Shape::kStages) landed_stage = 0, ++landed_turn;
+            if (++stage == Shape::kStages) stage = 0, ++turn;
+        }
+    }
+};
+
+// The usual case, in few instructions, since the first fetch waits for them: whether rows of the tile exist, see the
+// whole context, and all whole tiles are `end` ones of it, enough for every split. TileShares says the same of it.
+template <typename Shape>
+__device__ __forceinline__ bool all_context_is_seen(const AttentionArgs& args, int request, int row_tile, int& end) {
+    const int context = args.index(args.context_lengths, request);
+    int queries = args.block_size, cached = context;
+    if (args.block_size == 0) {
+        queries = args.index(args.query_starts, request + 1) - args.index(args.query_starts, request);
+        if (!args.settled) cached += queries;
+    }
+    end = context / Shape::kKeys;
+    return args.window_left < 0 && row_tile * Shape::kRows < queries * args.group &&
+           end >= kMinTilesPerSplit * args.splits && cached / Shape::kKeys == end;
 }
 
 // Copies the keys of one tile that exist and are in sight, by the threads of both warpgroups; zeros elsewhere.
@@ -120,7 +178,7 @@ __device__ __forceinline__ void copy_edge_tile(const AttentionArgs& args, const 
                                                int kv_head, int tile, uint32_t stage) {
     const int64_t row_elements = static_cast<int64_t>(args.kv_heads) * Shape::kHeadDim;
     const int64_t head = static_cast<int64_t>(kv_head) * Shape::kHeadDim;
-#pragma unroll 4
+#pragma unroll 2
     for (int piece = threadIdx.x; piece < Shape::kKeys * Shape::kChunks; piece += Shape::kThreads) {
         const int key = piece / Shape::kChunks, chunk = piece % Shape::kChunks;
         const int position = tile * Shape::kKeys + key;
@@ -128,10 +186,9 @@ __device__ __forceinline__ void copy_edge_tile(const AttentionArgs& args, const 
         int64_t element = 0;
         bool present = false;
         if (position >= extent.low && position < extent.cached) {
-            const int page = args.page_shift >= 0 ? position >> args.page_shift : position / args.page_tokens;
-            const int64_t entry = request * args.page_table_stride + page;
-            const int64_t physical = load_index(args.page_table, entry, args.index_bytes);
-            element = (physical * args.page_tokens + position - page * args.page_tokens) * row_elements + head;
+            const int page = args.page_of(position);
+            const int row = (args.page(request, page) - page) * args.page_tokens + position;
+            element = row * row_elements + head;
             present = true;
         } else if (position >= extent.cached && position < extent.total) {
             k = args.k_block, v = args.v_block;
@@ -144,22 +201,21 @@ __device__ __forceinline__ void copy_edge_tile(const AttentionArgs& args, const 
         copy_async_16_or_zero(shared, static_cast<const char*>(k) + offset, present);
         copy_async_16_or_zero(shared + Shape::kValueOffset, static_cast<const char*>(v) + offset, present);
     }
-    copy_async_commit();
 }
 
 // Adds the sums of both warpgroups: each finishes half the rows, and gives the other half away.
 template <typename Shape>
-__device__ __forceinline__ RowSums<Shape> meet_other_warpgroup(const RowAccumulator<Shape>& rows, int key_group,
+__device__ __forceinline__ RowSums<Shape> meet_other_warpgroup(const RowAccumulator<Shape>& rows, int warpgroup,
                                                                char* ring) {
     const auto sums_of = [&](int group) { return reinterpret_cast<float2*>(ring + group * Shape::kStageBytes); };
     const auto stats_of = [&](int group) {
         return reinterpret_cast<float2*>(ring + Shape::kStatsStage * Shape::kStageBytes) + group * 128;
     };
-    RowSums<Shape> kept = rows.half(key_group);
+    RowSums<Shape> kept = rows.half(warpgroup);
     named_barrier<Shape::kThreads>(1);  // everybody is done with the ring
-    if (rows.warp_has_rows) rows.half(1 - key_group).give(sums_of(key_group), stats_of(key_group));
+    if (rows.warp_has_rows) rows.half(1 - warpgroup).give(sums_of(warpgroup), stats_of(warpgroup));
     named_barrier<Shape::kThreads>(1);
-    if (rows.warp_has_rows) kept.take(sums_of(1 - key_group), stats_of(1 - key_group));
+    if (rows.warp_has_rows) kept.take(sums_of(1 - warpgroup), stats_of(1 - warpgroup));
     return kept;
 }
 
@@ -170,69 +226,67 @@ __global__ void __launch_bounds__(Shape::kLaunchThreads, 1)
     constexpr int kStages = Shape::kStages;
     extern __shared__ char unaligned[];
     __shared__ int row_low[Shape::kRows], row_high[Shape::kRows];
-    __shared__ alignas(8) uint64_t barriers[2 * kStages + 1];
-    const uint32_t full = shared_address(barriers), empty = full + kStages * 8, arrived = empty + kStages * 8;
-    // The next launch is set up early: its blocks find room as ours leave. One that joins our splits must find lengths
-    // that nobody writes any more.
-    const bool joined_by_launch = args.splits > 1 && !args.join_in_cluster;
-    if (!joined_by_launch) let_next_launch_start();
-    if (threadIdx.x == 0) {
-        prefetch_map(&args.k_map);
-        prefetch_map(&args.v_map);
-        for (int stage = 0; stage < kStages; ++stage) {
-            start_barrier(full + stage * 8, 1);
-            start_barrier(empty + stage * 8, Shape::kThreads / 32);
-        }
-        start_barrier(arrived, 1);
-        publish_barriers();
-    }
+    __shared__ alignas(8) uint64_t barriers[3 * kStages + 1];
+    const uint32_t full = shared_address(barriers), empty = full + kStages * 16, arrived = empty + kStages * 8;
     const uint32_t misalignment = shared_address(unaligned) % Shape::kAlignment;
     char* shared = unaligned + (misalignment ? Shape::kAlignment - misalignment : 0);
     const uint32_t ring = shared_address(shared);
     char* after_ring = shared + kStages * Shape::kStageBytes;
-    __syncthreads();
-
     const int kv_head = blockIdx.x, request = blockIdx.z;
     const int split = blockIdx.y % args.splits;
     const int row_tile = args.row_tiles - 1 - static_cast<int>(blockIdx.y) / args.splits;
-    if (args.settled) {
-        prefetch_indices(args, request);
-    } else {
-        begin_attention(args, request);
-    }
-    const Extent extent(args, request, row_tile, Shape::kRows);
-    const SplitRange range(extent, args.splits, split, Shape::kKeys);
-    const bool joins = args.join_in_cluster && range.active > 1, has_tiles = split < range.active;
-    if (extent.rows <= 0 || (!has_tiles && !joins)) {
-        // Nobody leaves early: this launch is complete only after the one in front of it.
-        if (args.settled) wait_for_launch_in_front();
-        return;
-    }
-    const WholeTiles whole(extent, range, Shape::kKeys, args.settled);
+    // The next launch is set up early: its blocks find room as ours leave. One that joins our splits must find lengths
+    // that nobody writes any more.
+    const bool joined_by_launch = args.splits > 1 && !args.join_in_cluster;
+    if (!joined_by_launch) let_next_launch_start();
+
     if (threadIdx.x >= Shape::kThreads) {
+        // Of this warpgroup one warp works: it makes the barriers and fetches, as soon as it knows what.
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Shape::kFetchRegisters));
-        if (has_tiles && threadIdx.x < Shape::kThreads + 32)
-            fetch_tiles<Shape>(args, extent, whole, request, kv_head, ring, full, empty);
-        if (args.settled) wait_for_launch_in_front();
+        if (threadIdx.x >= Shape::kThreads + 32) return;
+        if (threadIdx.x == Shape::kThreads) {
+            prefetch_map(&args.k_map);
+            prefetch_map(&args.v_map);
+            for (int stage = 0; stage < kStages; ++stage) {
+                start_barrier(full + stage * 16, 1);
+                start_barrier(full + stage * 16 + 8, 1);
+                start_barrier(empty + stage * 8, 4);
+            }
+            start_barrier(arrived, 1);
+            publish_barriers();
+        }
+        __syncwarp();
+        arrive_at_named_barrier<Shape::kThreads + 32>(2);
+        if (!args.settled) wait_for_launch_in_front();
+        TileFetcher<Shape> fetcher(args, request, split, kv_head, ring);
+        int tile = split, step = args.splits, end;
+        if (!all_context_is_seen<Shape>(args, request, row_tile, end)) {
+            const Extent extent(args, request, row_tile, Shape::kRows);
+            const TileShares shares(extent, args.splits, Shape::kKeys, args.settled);
+            if (extent.rows <= 0 || split >= shares.active) return;
+            tile = shares.whole_begin + split, step = shares.active, end = shares.whole_end;
+        }
+        fetcher.run(tile, step, end, full, empty);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Shape::kRegisters));
-        // Queries and new keys may come from the launch in front, whatever is settled.
+        // Queries and new keys may come from the launch in front, whatever is settled; and nobody leaves early, since
+        // this launch must be complete only after that one.
+        if (!args.settled) begin_attention(args, request);
+        const Extent extent(args, request, row_tile, Shape::kRows);
+        const TileShares shares(extent, args.splits, Shape::kKeys, args.settled);
         if (args.settled) wait_for_launch_in_front();
-        const Inbox<Shape> inbox(extent, split, args.splits, range.active, shared_address(after_ring),
+        const bool joins = args.join_in_cluster && shares.active > 1, has_tiles = split < shares.active;
+        if (extent.rows <= 0 || (!has_tiles && !joins)) return;
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Shape::kRegisters));
+        named_barrier<Shape::kThreads + 32>(2);
+        const Inbox<Shape> inbox(extent, split, args.splits, shares.active, shared_address(after_ring),
                                  ring + Shape::kOwnStage * Shape::kStageBytes, arrived);
         if (joins && threadIdx.x == 0) inbox.expect(extent);
         if (has_tiles) {
-            const int key_group = threadIdx.x / 128;
-            const auto lent_stage = [](int edge) { return kStages - Shape::kLentStages + edge % Shape::kLentStages; };
-            const auto copy_edge = [&](int edge) {
-                copy_edge_tile<Shape>(args, extent, request, kv_head, whole.edge(range, edge),
-                                      ring + lent_stage(edge) * Shape::kStageBytes);
-            };
+            const int warpgroup = threadIdx.x / 128;
             stage_queries<Shape>(args, extent, kv_head, after_ring);
             copy_async_commit();
-            for (int edge = 0; edge < min(whole.edges, Shape::kLentStages); ++edge) copy_edge(edge);
             for (int row = threadIdx.x; row < Shape::kRows; row += Shape::kThreads) {
-                const int query = (extent.first_row + row) / args.group;
+                const int query = args.query_of(extent.first_row + row);
                 row_low[row] = row < extent.rows ? extent.key_low(args, query) : 0;
                 row_high[row] = row < extent.rows ? extent.key_high(args, query) : 0;
             }
@@ -242,40 +296,85 @@ __global__ void __launch_bounds__(Shape::kLaunchThreads, 1)
             RowAccumulator<Shape> rows(threadIdx.x % 128 / 32 * 16, extent);
             rows.load_queries(shared_address(after_ring));
 
-            const int steps = whole.edges + whole.count;
-            for (int edge = whole.edges; edge < Shape::kLentStages; ++edge)
-                if (rows.lane == 0) arrive(empty + lent_stage(edge) * 8);
+            // The edges are copied now and looked at after the first whole tiles, by both warpgroups.
+            const int edges = shares.edges(split), lent = min(edges, Shape::kLentStages);
+            const auto lent_stage = [](int edge) { return kStages - 1 - edge % Shape::kLentStages; };
+            const auto copy_edge = [&](int edge) {
+                copy_edge_tile<Shape>(args, extent, request, kv_head, shares.edge(edge),
+                                      ring + lent_stage(edge) * Shape::kStageBytes);
+                copy_async_commit();
+            };
 #pragma unroll 1
-            for (int step = 0; step < steps; ++step) {
-                const bool edge = step < whole.edges;
-                const int index = edge ? step : step - whole.edges;
-                const int stage = edge ? lent_stage(index) : index % kStages;
-                const int tile = edge ? whole.edge(range, index) : whole.first + index;
-                if (!edge) {
-                    wait_for_phase(full + stage * 8, index / kStages & 1);
-                } else if (index >= Shape::kLentStages) {
-                    publish_to_wgmma();
-                    named_barrier<Shape::kThreads>(1);  // everybody is done with the stage
-                    copy_edge(index);
-                    copy_async_wait<0>();
-                    publish_to_wgmma();
-                    named_barrier<Shape::kThreads>(1);
+            for (int edge = 0; edge < lent; ++edge) copy_edge(edge);
+            const auto return_stages = [&](int first, int end) {
+                if (warpgroup == 0 && rows.lane == 0)
+#pragma unroll 1
+                    for (int edge = first; edge < end; ++edge) arrive(empty + lent_stage(edge) * 8);
+            };
+            return_stages(lent, Shape::kLentStages);
+            bool announced = !joins;
+            const auto announce = [&] {  // the queries are in registers: messages may take their place
+                if (!announced) arrive_in_cluster_relaxed();
+                announced = true;
+            };
+            // The warpgroups take turns with the whole tiles. To the edges, after the first whole tiles, and to the
+            // last whole tile both attend, to half of the keys each. Code of one kind is there once: it must fit the
+            // cache.
+            const int first = shares.whole_begin + split;
+            const int whole = max(0, shares.whole_end - first + shares.active - 1) / shares.active;
+            int index = warpgroup;
+#pragma unroll 1
+            for (int round = 0; round < 2; ++round) {
+                const int end = round == 0 ? min(whole - 1, Shape::kWarpgroups) : whole - 1;
+#pragma unroll 1
+                for (; index < end; index += Shape::kWarpgroups) {
+                    const int stage = index % kStages, parity = index / kStages & 1;
+                    wait_for_phase(full + stage * 16, parity);
+                    rows.template attend<Shape::kKeys>(args, extent, row_low, row_high,
+                                                       ring + stage * Shape::kStageBytes,
+                                                       (first + index * shares.active) * Shape::kKeys,
+                                                       [&] { wait_for_phase(full + stage * 16 + 8, parity); });
+                    if (rows.lane == 0) arrive(empty + stage * 8);
+                    announce();
                 }
-                rows.attend(args, extent, row_low, row_high,
-                            ring + stage * Shape::kStageBytes + key_group * Shape::kGroupKeys * 128,
-                            tile * Shape::kKeys + key_group * Shape::kGroupKeys);
-                if ((!edge || index + Shape::kLentStages >= whole.edges) && rows.lane == 0) arrive(empty + stage * 8);
-                // The queries are in registers: messages may take their place.
-                if (joins && step == 0) arrive_in_cluster_relaxed();
+                const bool edge = round == 0;
+                const int together = edge ? edges : min(whole, 1);
+#pragma unroll 1
+                for (int i = 0; i < together; ++i) {
+                    const int stage = edge ? lent_stage(i) : (whole - 1) % kStages;
+                    const int parity = (whole - 1) / kStages & 1;
+                    if (!edge) wait_for_phase(full + stage * 16, parity);
+                    if (edge && i >= Shape::kLentStages) {
+                        named_barrier<Shape::kThreads>(1);  // everybody is done with the stage
+                        copy_edge(i);
+                    }
+                    if (edge && (i == 0 || i >= Shape::kLentStages)) {
+                        copy_async_wait<0>();
+                        publish_to_wgmma();
+                        named_barrier<Shape::kThreads>(1);
+                    }
+                    constexpr int kKeys = Shape::kKeys / Shape::kWarpgroups;
+                    const int tile = edge ? shares.edge(i) : first + (whole - 1) * shares.active;
+                    rows.template attend<kKeys>(args, extent, row_low, row_high,
+                                                ring + stage * Shape::kStageBytes + warpgroup * kKeys * 128,
+                                                tile * Shape::kKeys + warpgroup * kKeys, [&] {
+                                                    if (!edge) wait_for_phase(full + stage * 16 + 8, parity);
+                                                });
+                    announce();
+                }
+                if (edge && edges > 0) {
+                    named_barrier<Shape::kThreads>(1);
+                    return_stages(0, lent);
+                }
             }
-            if (joins && steps == 0) arrive_in_cluster_relaxed();
+            announce();
             if (joined_by_launch) let_next_launch_start();
-            const RowSums<Shape> sums = meet_other_warpgroup(rows, key_group, shared);
+            const RowSums<Shape> sums = meet_other_warpgroup(rows, warpgroup, shared);
             if (joins) {
                 wait_for_cluster();
                 if (rows.warp_has_rows) inbox.send_row(sums, extent);
             } else if (sums.row < extent.rows) {
-                if (range.active > 1) {
+                if (shares.active > 1) {
                     const int64_t row =
                         first_partial_row(args, request, kv_head, row_tile, split, Shape::kRows) + sums.row;
                     sums.write_partial(args.partial_out + row * Shape::kHeadDim, args.partial_stats + row);

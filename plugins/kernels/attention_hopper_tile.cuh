@@ -19,14 +19,14 @@ struct RowSums {
     // Writes the finished row.
     __device__ __forceinline__ void write_result(const AttentionArgs& args, const Extent& extent, int kv_head) const {
         const int request_row = extent.first_row + row;
-        const int head = kv_head * args.group + request_row % args.group;
+        const int head = args.head_of(kv_head, request_row);
         const float sink = args.sinks ? args.sinks[head] * 1.4426950408889634f : -INFINITY;
         // A sink far above every key would overflow relative to the reference: take the larger of the two.
         const float top = fmaxf(reference, sink);
         const float weight = exp2_fast(reference - top);
         const float sum = total * weight + exp2_fast(sink - top);
         const float factor = sum > 0.0f ? weight / sum : 0.0f;
-        T* target = static_cast<T*>(args.out) + (extent.query_begin + request_row / args.group) * args.out_stride +
+        T* target = static_cast<T*>(args.out) + (extent.query_begin + args.query_of(request_row)) * args.out_stride +
                     head * Shape::kHeadDim + threadIdx.x % 4 * 2;
 #pragma unroll
         for (int n = 0; n < kTiles; ++n)
@@ -38,6 +38,25 @@ struct RowSums {
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) *reinterpret_cast<float2*>(target + n * 8 + threadIdx.x % 4 * 2) = values[n];
         if (threadIdx.x % 4 == 0) *stats = make_float2(reference, total);
+    }
+
+    // Four neighbouring values each: lane pairs hold four of two 8-column tiles each and swap, so that each lane has
+    // all four of one. fours[i] begins at column fours_column(i). The whole warp calls it.
+    __device__ __forceinline__ void in_fours(float4 (&fours)[kTiles / 2]) const {
+        const bool odd = threadIdx.x % 2;
+#pragma unroll
+        for (int n = 0; n < kTiles; n += 2) {
+            const float2 mine = odd ? values[n + 1] : values[n];
+            const float2 given = odd ? values[n] : values[n + 1];
+            const float2 taken =
+                make_float2(__shfl_xor_sync(0xffffffffu, given.x, 1), __shfl_xor_sync(0xffffffffu, given.y, 1));
+            fours[n / 2] =
+                odd ? make_float4(taken.x, taken.y, mine.x, mine.y) : make_float4(mine.x, mine.y, taken.x, taken.y);
+        }
+    }
+
+    static __device__ __forceinline__ int fours_column(int i) {
+        return (2 * i + static_cast<int>(threadIdx.x) % 2) * 8 + threadIdx.x % 4 / 2 * 4;
     }
 
     // For the same thread of the other warpgroup: sums [kTiles][128] and stats [128].
@@ -65,12 +84,12 @@ struct RowSums {
     }
 };
 
-// The query rows of one warp in registers, and what it has summed up. Shape: T, kHeadDim, kGroupKeys (keys
-// that a warpgroup takes at a time), kPartBytes (64 dimensions of a tile's keys), kValueOffset (from K to V of a tile).
+// The query rows of one warp in registers, and what it has summed up. Shape: T, kHeadDim, kPartBytes (64 dimensions of
+// a tile's keys), kValueOffset (from K to V of a tile).
 template <typename Shape>
 struct RowAccumulator {
     using T = typename Shape::T;
-    static constexpr int kSteps = Shape::kHeadDim / 16, kKeys = Shape::kGroupKeys, kKeyTiles = kKeys / 8;
+    static constexpr int kSteps = Shape::kHeadDim / 16;
 
     const int warp_row, lane;
     const bool warp_has_rows;
@@ -88,10 +107,12 @@ struct RowAccumulator {
         for (int k = 0; k < kSteps; ++k) ldmatrix_x4(queries[k], address + k * 32);
     }
 
-    // Keys from key0 on, kGroupKeys of them, which start at `keys` in shared memory. All four warps of the warpgroup
-    // call it.
+    // kKeys keys from key0 on, which start at `keys` in shared memory. All four warps of the warpgroup
+    // call it. V is not looked at before wait_for_values() has returned.
+    template <int kKeys, typename Wait>
     __device__ __forceinline__ void attend(const AttentionArgs& args, const Extent& extent, const int* row_low,
-                                           const int* row_high, uint32_t keys, int key0) {
+                                           const int* row_high, uint32_t keys, int key0, Wait wait_for_values) {
+        constexpr int kKeyTiles = kKeys / 8;
         float score[kKeyTiles][4];
         wgmma_begin();
 #pragma unroll
@@ -155,6 +176,7 @@ struct RowAccumulator {
                     weights[n / 2][n % 2 * 2 + half] = pack_pair<T>(low, high);
                 }
         }
+        wait_for_values();
         wgmma_begin();
 #pragma unroll
         for (int k = 0; k < kKeyTiles / 2; ++k)

@@ -50,24 +50,16 @@ struct Inbox {
 
     // Sends each row to the block that finishes it. The whole warp calls it.
     __device__ __forceinline__ void send_row(const RowSums<Shape>& sums, const Extent& extent) const {
-        const int owner = sums.row % splits, place = sums.row / splits, quarter = threadIdx.x % 4;
-        const bool exists = sums.row < extent.rows;
-        const uint32_t target = in_block(row_address(owner, rank, place), owner) + quarter / 2 * 16;
+        const int owner = sums.row % splits, place = sums.row / splits;
+        float4 fours[RowSums<Shape>::kTiles / 2];
+        sums.in_fours(fours);
+        if (sums.row >= extent.rows) return;
+        const uint32_t target = in_block(row_address(owner, rank, place), owner);
         const uint32_t counted = in_block(barrier, owner);
-        // Lane pairs hold four neighbouring values of two 8-column tiles each: they swap, so that each lane has all
-        // four of one.
-        const bool odd = quarter % 2;
 #pragma unroll
-        for (int n = 0; n < RowSums<Shape>::kTiles; n += 2) {
-            const float2 mine = odd ? sums.values[n + 1] : sums.values[n];
-            const float2 given = odd ? sums.values[n] : sums.values[n + 1];
-            const float2 taken =
-                make_float2(__shfl_xor_sync(0xffffffffu, given.x, 1), __shfl_xor_sync(0xffffffffu, given.y, 1));
-            const float4 four =
-                odd ? make_float4(taken.x, taken.y, mine.x, mine.y) : make_float4(mine.x, mine.y, taken.x, taken.y);
-            if (exists) send(target + (n + odd) * 32, four, counted);
-        }
-        if (exists && quarter == 0)
+        for (int i = 0; i < RowSums<Shape>::kTiles / 2; ++i)
+            send(target + RowSums<Shape>::fours_column(i) * 4, fours[i], counted);
+        if (threadIdx.x % 4 == 0)
             send_pair(in_block(stat_address(owner, rank, place), owner), sums.reference, sums.total, counted);
     }
 

@@ -11,6 +11,11 @@ __device__ __forceinline__ void named_barrier(int name) {
     asm volatile("bar.sync %0, %1;" ::"r"(name), "n"(kThreads) : "memory");
 }
 
+template <int kThreads>
+__device__ __forceinline__ void arrive_at_named_barrier(int name) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(name), "n"(kThreads) : "memory");
+}
+
 __device__ __forceinline__ float4 load_peer(uint32_t address) {
     float4 v;
     asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
@@ -42,10 +47,10 @@ __device__ __forceinline__ void finish_rows(const AttentionArgs& args, const Ext
         const int row = split + place * args.splits;
         const bool exists = row < extent.rows;
         const int request_row = extent.first_row + (exists ? row : 0);
-        const int head = kv_head * args.group + request_row % args.group;
+        const int head = args.head_of(kv_head, request_row);
         const float sink = args.sinks ? args.sinks[head] * 1.4426950408889634f : -INFINITY;
         auto* target = static_cast<typename Shape::T*>(args.out) +
-                       (extent.query_begin + request_row / args.group) * args.out_stride + head * Shape::kHeadDim;
+                       (extent.query_begin + args.query_of(request_row)) * args.out_stride + head * Shape::kHeadDim;
         if (turn == 0) wait_until_ready();  // with everything else at hand
         if (split + (place & ~1) * args.splits >= extent.rows) break;
         float2 stat = make_float2(-INFINITY, 0.0f);

@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 2) attention_kernel(const __g
         copy_async_commit();
     }
     for (int row = threadIdx.x; row < Shape::kRows; row += Shape::kThreads) {
-        const int query = (extent.first_row + row) / args.group;
+        const int query = args.query_of(extent.first_row + row);
         row_low[row] = row < extent.rows ? extent.key_low(args, query) : 0;
         row_high[row] = row < extent.rows ? extent.key_high(args, query) : 0;
     }
@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 2) attention_kernel(const __g
     for (int piece = threadIdx.x; piece < extent.rows * kQuads; piece += Shape::kThreads) {
         const int row = piece / kQuads, quad = piece % kQuads;
         const int request_row = extent.first_row + row;
-        const int head = kv_head * args.group + request_row % args.group;
+        const int head = args.head_of(kv_head, request_row);
         float most = row_stats[0][row].x;
 #pragma unroll
         for (int g = 1; g < Shape::kKeyGroups; ++g) most = fmaxf(most, row_stats[g][row].x);
@@ -286,8 +286,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 2) attention_kernel(const __g
         if (final_result) {
             const float factor = total > 0.0f ? args.v_scale / total : 0.0f;
             auto* target = static_cast<typename Shape::T*>(args.out) +
-                           (extent.query_begin + request_row / args.group) * args.out_stride + head * Shape::kHeadDim +
-                           quad * 4;
+                           (extent.query_begin + args.query_of(request_row)) * args.out_stride +
+                           head * Shape::kHeadDim + quad * 4;
             *reinterpret_cast<uint2*>(target) =
                 make_uint2(pack_pair<typename Shape::T>(value.x * factor, value.y * factor),
                            pack_pair<typename Shape::T>(value.z * factor, value.w * factor));

@@ -83,19 +83,23 @@ Choice choose_splits(const AttentionVariant* variant, int64_t blocks, int64_t sl
     return best;
 }
 
-// One wave of blocks that fill a multiprocessor each; cost infinite where one wave is too small. Splits that find room
-// as clusters join in them, others by a second launch.
+// Blocks that fill a multiprocessor each: one wave of splits, or whole row tiles in waves. Splits that find room as
+// clusters join in them, others by a second launch.
 Choice choose_alone(const AttentionVariant* variant, int device, int shared_bytes, int64_t blocks, int rows, int tiles,
                     int limit) {
     // A block takes its tiles in order, each in the time in which it would come if all multiprocessors read: fewer
-    // blocks read less.
-    constexpr double kFillAndDrain = 3.0, kJoinInCluster = 0.2, kJoinByLaunch = 0.85, kTile = 0.48;
-    Choice best = {variant, 1, false, INFINITY};
-    for (int splits = 1; splits <= limit && blocks * splits <= multiprocessor_count(); ++splits) {
-        const bool in_cluster = splits > 1 && splits <= variant->cluster_limit &&
-                                holds_cluster(*variant, rows, splits) &&
+    // blocks read less, until each takes its tiles as fast as it can.
+    constexpr double kFillAndDrain = 3.0, kFillAgain = 2.0, kJoinInCluster = 0.2, kJoinByLaunch = 0.85;
+    constexpr double kTile = 0.48, kFastestTile = 0.3;
+    const int64_t waves = blocks / multiprocessor_count(), rest = blocks % multiprocessor_count();
+    const double last_tile = std::max(kFastestTile, kTile * static_cast<double>(rest) / multiprocessor_count());
+    Choice best = {variant, 1, false,
+                   static_cast<double>(waves) * (kTile * tiles + kFillAgain) + last_tile * tiles + kFillAndDrain};
+    if (waves == 0) best.cost = kTile * tiles + kFillAndDrain;
+    for (int splits = 2; splits <= limit && blocks * splits <= multiprocessor_count(); ++splits) {
+        const bool in_cluster = splits <= variant->cluster_limit && holds_cluster(*variant, rows, splits) &&
                                 blocks <= resident_clusters(device, *variant, shared_bytes, splits);
-        const double join = splits == 1 ? 0.0 : in_cluster ? kJoinInCluster : kJoinByLaunch;
+        const double join = in_cluster ? kJoinInCluster : kJoinByLaunch;
         const double cost = kTile * ((tiles + splits - 1) / splits) + kFillAndDrain + join;
         if (cost < best.cost) best = {variant, splits, in_cluster, cost};
     }

@@ -57,15 +57,13 @@ struct KeyStream {
         return tile * Shape::kKeys + static_cast<int>(threadIdx.x % 32) * 16;
     }
 
-    __device__ __forceinline__ int page_of(int key) const {
-        return args.page_shift >= 0 ? key >> args.page_shift : key / args.page_tokens;
-    }
+    __device__ __forceinline__ int page_of(int key) const { return args.page_of(key); }
 
     __device__ __forceinline__ int read_pages(int tile) const {
         const int key = group_key(tile);
         if (key + 16 <= extent.low || key >= extent.cached) return 0;
         const int64_t entry = request * args.page_table_stride + page_of(key);
-        return static_cast<int>(load_index(args.page_table, entry, args.index_bytes));
+        return args.index(args.page_table, entry);
     }
 
     __device__ __forceinline__ int cache_row(int tile, int page) const {
@@ -164,7 +162,7 @@ __device__ __forceinline__ void stage_queries(const AttentionArgs& args, const E
         const int row = piece / kPieces, column = piece % kPieces;
         const bool present = row < extent.rows;
         const int request_row = extent.first_row + (present ? row : 0);
-        const int query = request_row / args.group, head = kv_head * args.group + request_row % args.group;
+        const int query = args.query_of(request_row), head = args.head_of(kv_head, request_row);
         const auto* source = q + (extent.query_begin + query) * args.q_stride + head * Shape::kHeadDim + column * 8;
         char* target = to + row * Shape::kQueryPitch;
         if constexpr (Shape::kFloat8) {

@@ -378,6 +378,16 @@ def test_one_wave_of_splits(batch: int, page_tokens: int, context: int, block: i
     Problem.draw(replace(case, block=0, causal=True, settled=True)).check()
 
 
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("page_tokens", [32, 48])
+def test_row_tiles_in_waves(page_tokens: int, window: int | None) -> None:
+    """More row tiles than multiprocessors, of any length: whole tiles none to many, ends that need a stage twice."""
+    contexts = tuple(37 * request % 1300 for request in range(40))
+    case = replace(BLOCK, contexts=contexts, queries=(16,) * 40, block=16, kv_heads=8, page_tokens=page_tokens)
+    Problem.draw(replace(case, window=window)).check()
+    Problem.draw(replace(case, window=window, block=0, causal=True, settled=True)).check()
+
+
 def test_a_settled_context_waits_for_queries_and_new_rows() -> None:
     """The launch in front writes the queries and the newest cache rows; only what is older may be read early."""
     from trtllm_dflash.ops import cuda_attention, cuda_fused
