@@ -8,8 +8,11 @@ takes the host's time, whatever its size.
 
 from __future__ import annotations
 
+import operator
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 # Before anything was observed, and how many observations that belief is worth.
 _PRIOR, _PRIOR_WEIGHT = 0.7, 8.0
@@ -60,6 +63,9 @@ class BlockSizePolicy:
         self._kept = [0.0] * limit
         self._cycles = 0
         self._host_s = 0.0
+        # The loop asks at every cycle: what does not change between two cycles is kept.
+        self._device_s: dict[int, list[float]] = {}
+        self._expected: list[float] = []
 
     def acceptance(self) -> list[float]:
         """a_1 … a_(S-1) as believed now; where little was observed, the position before is what is believed."""
@@ -72,20 +78,32 @@ class BlockSizePolicy:
 
     def expected_tokens(self, block_size: int) -> float:
         """Tokens that a cycle of ``block_size`` is believed to emit for one request."""
-        total, survival = 1.0, 1.0
-        for belief in self.acceptance()[: block_size - 1]:
-            survival *= belief
-            total += survival
-        return total
+        return self._expected_by_size()[block_size - 1]
+
+    def _expected_by_size(self) -> list[float]:
+        """Expected tokens of block sizes 1, 2, …"""
+        if not self._expected:
+            survivals = accumulate(self.acceptance(), operator.mul)
+            self._expected = list(accumulate(survivals, initial=1.0))
+        return self._expected
 
     def choose(self, batch: int, useful: int) -> int:
         """S for the next cycle of ``batch`` requests, none of which can use more than ``useful`` rows."""
         self._cycles += 1
-        sizes = [size for size in self._sizes if size <= useful] or [1]
-        best = max(sizes, key=lambda size: self.expected_tokens(size) / max(self._table.at(batch, size), self._host_s))
-        if self._cycles % _EXPLORE_EVERY == 0:
-            best = next((size for size in sizes if size > best), best)
-        return best
+        if batch not in self._device_s:
+            self._device_s[batch] = [self._table.at(batch, size) for size in self._sizes]
+        expected = self._expected_by_size()
+        best, best_rate, larger = 1, 0.0, 0
+        for size, device_s in zip(self._sizes, self._device_s[batch], strict=True):
+            if size > useful:
+                break
+            rate = expected[size - 1] / max(device_s, self._host_s)
+            if rate > best_rate:
+                best, best_rate, larger = size, rate, 0
+            elif not larger:
+                larger = size
+        explores = larger > 0 and self._cycles % _EXPLORE_EVERY == 0
+        return larger if explores else best
 
     def observe_host(self, seconds: float) -> None:
         """Learn from a turn of the loop that launched a cycle and nothing else: what it took the host, without waiting
@@ -96,12 +114,11 @@ class BlockSizePolicy:
         """Learn from one cycle: ``accepted`` drafts of each of its requests."""
         if block_size == 1 or not accepted:
             return
+        self._expected = []
         keep = max(0.0, 1.0 - len(accepted) / _MEMORY)
-        counts = [0] * (block_size + 1)
-        for count in accepted:
-            counts[min(count, block_size - 1)] += 1
+        counts = Counter(accepted)
         # Those that kept at least j drafts, from the longest down.
-        at_least = 0
+        at_least = sum(count for kept, count in counts.items() if kept >= block_size)
         for position in range(block_size - 1, 0, -1):
             at_least += counts[position]
             self._kept[position] = self._kept[position] * keep + at_least

@@ -7,6 +7,7 @@ when the proxy goes away for any reason, the kernel closes its end and this proc
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -90,6 +91,10 @@ def main(
         # Not closed here: the watcher of the proxy would take that for the proxy's end, and exit with 0.
         connection.send(wire.LoadFailed(text, permanent=isinstance(error, DFlashError)))
         raise SystemExit(1) from error
+    # What is loaded now stays as long as the process: the collector need not walk through it, which takes as long as
+    # several cycles.
+    gc.collect()
+    gc.freeze()
     facts = facts.with_choices(block_size=engine.block_size, max_running=max_running)
     _log.info("serving %s, process %d", engines, os.getpid())
     _log.info("%s", facts.startup_line())
