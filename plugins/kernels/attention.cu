@@ -1,4 +1,5 @@
 // Host side of dflash_attention: validation, arguments, and the launch that joins the splits.
+#include <algorithm>
 #include <cmath>
 
 #include "attention_extent.cuh"
@@ -124,6 +125,19 @@ auto combine_kernel(int splits) {
            : splits <= 8  ? combine_splits<T, 2, 4>
            : splits <= 16 ? combine_splits<T, 2, 8>
                           : combine_splits<T, 4, 8>;
+}
+
+// Shared memory that a block asks for so that `blocks` of them spread over all multiprocessors: they start while the
+// blocks in front still end, and the few multiprocessors that are free first would take most of them.
+int spreading_bytes(int64_t blocks) {
+    constexpr int kMostPerMultiprocessor = 4, kOwnBytes = 4096;  // what a block has anyway, and the driver's reserve
+    const int64_t each = (blocks + multiprocessor_count() - 1) / multiprocessor_count();
+    if (each > kMostPerMultiprocessor) return 0;
+    int device = 0, shared_of_sm = 0, shared_of_block = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&shared_of_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+    cudaDeviceGetAttribute(&shared_of_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    return std::min(shared_of_block, shared_of_sm / static_cast<int>(each)) - kOwnBytes;
 }
 
 bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
@@ -263,10 +277,12 @@ int32_t dflash_attention(const dflash_attention_params* params, dflash_stream st
     const int rows_per_block = kCombineWarps / combine_row_warps(plan.splits);
     config.gridDim = dim3(p.num_kv_heads, (rows + rows_per_block - 1) / rows_per_block, p.batch);
     config.blockDim = dim3(32 * kCombineWarps);
-    config.dynamicSmemBytes = 0;
+    config.dynamicSmemBytes = spreading_bytes(int64_t(config.gridDim.x) * config.gridDim.y * config.gridDim.z);
     config.numAttrs = 1;
     const auto combine =
         p.dtype == DFLASH_FLOAT16 ? combine_kernel<__half>(plan.splits) : combine_kernel<__nv_bfloat16>(plan.splits);
+    cudaFuncSetAttribute(combine, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                         static_cast<int>(config.dynamicSmemBytes));
     cudaLaunchKernelEx(&config, combine, args, plan.variant->rows, plan.variant->keys);
     return check_launch("attention: joining the splits");
 }
