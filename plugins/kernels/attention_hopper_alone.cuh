@@ -235,8 +235,8 @@ __global__ void __launch_bounds__(Shape::kLaunchThreads, 1)
     const int kv_head = blockIdx.x, request = blockIdx.z;
     const int split = blockIdx.y % args.splits;
     const int row_tile = args.row_tiles - 1 - static_cast<int>(blockIdx.y) / args.splits;
-    // The next launch is set up early: its blocks find room as ours leave. One that joins our splits must find lengths
-    // that nobody writes any more.
+    // The next launch is set up early: its blocks find room as ours leave. One that joins our splits reads lengths at
+    // once: for it we first wait until nobody writes them any more.
     const bool joined_by_launch = args.splits > 1 && !args.join_in_cluster;
     if (!joined_by_launch) let_next_launch_start();
 
@@ -274,6 +274,7 @@ __global__ void __launch_bounds__(Shape::kLaunchThreads, 1)
         const Extent extent(args, request, row_tile, Shape::kRows);
         const TileShares shares(extent, args.splits, Shape::kKeys, args.settled);
         if (args.settled) wait_for_launch_in_front();
+        if (joined_by_launch) let_next_launch_start();
         const bool joins = args.join_in_cluster && shares.active > 1, has_tiles = split < shares.active;
         if (extent.rows <= 0 || (!has_tiles && !joins)) return;
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Shape::kRegisters));
@@ -368,7 +369,6 @@ __global__ void __launch_bounds__(Shape::kLaunchThreads, 1)
                 }
             }
             announce();
-            if (joined_by_launch) let_next_launch_start();
             const RowSums<Shape> sums = meet_other_warpgroup(rows, warpgroup, shared);
             if (joins) {
                 wait_for_cluster();
