@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -125,6 +126,25 @@ def test_halves_of_characters_are_refused(tiny_llms: Callable, prompt: Any) -> N
     assert caught.value.field == "prompt"
     with pytest.raises(RequestError, match="bad_words: got"):
         tiny_llms("llama-v2").generate("a", replace(GREEDY, bad_words=("\udcff",)))
+
+
+def test_prompts_of_one_call_start_together(tiny_llms: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slowly they are queued: the engine looks when all are there."""
+    llm = tiny_llms("llama-v2")
+    enqueue, prefill, groups = llm._engine._scheduler.enqueue, llm._engine._prefill, []
+
+    def slowly(request: Any) -> None:
+        time.sleep(0.05)
+        enqueue(request)
+
+    def counted(requests: Any, decoding: int) -> Any:
+        groups.append(len(requests))
+        return prefill(requests, decoding)
+
+    monkeypatch.setattr(llm._engine._scheduler, "enqueue", slowly)
+    monkeypatch.setattr(llm._engine, "_prefill", counted)
+    llm.generate(["a", "b", "c"], GREEDY)
+    assert next(count for count in groups if count) == 3
 
 
 def test_one_parameter_set_per_prompt(tiny_llms: Callable) -> None:

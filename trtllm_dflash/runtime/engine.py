@@ -36,7 +36,7 @@ from trtllm_dflash.runtime.outputs import (
 )
 from trtllm_dflash.runtime.prefill import PrefillChunk, PrefillRunner, plan_chunks
 from trtllm_dflash.runtime.refill import RefillPolicy
-from trtllm_dflash.runtime.request import Request, RequestSpec
+from trtllm_dflash.runtime.request import Request, RequestSpec, Submission
 from trtllm_dflash.runtime.scheduler import AdmissionLimits, Scheduler
 from trtllm_dflash.runtime.slots import SamplingMode, SlotState
 from trtllm_dflash.runtime.text import TextStream
@@ -137,13 +137,26 @@ class Engine:
         Raises:
             RequestError: it could never run. QueueFullError: too many wait. EngineError: the engine is closed.
         """
-        text = TextStream(self._tokenizer, spec.params.stop, include_stop=spec.params.include_stop_in_output)
-        request = Request(spec, text, on_chunk, self._block_size, grammar)
+        self.submit_all([Submission(spec, on_chunk, grammar)])
+
+    def submit_all(self, submissions: Sequence[Submission]) -> None:
+        """Queue several requests before the engine looks at any, so that they start together.
+
+        Raises:
+            as :meth:`submit`, of the first that cannot be queued; those before it are queued.
+        """
+        requests = [self._request_of(submission) for submission in submissions]
         with self._wake:
             if self._closing:
                 raise EngineError("the engine is closed")
-            self._scheduler.enqueue(request)
-            self._wake.notify()
+            for request in requests:
+                self._scheduler.enqueue(request)
+                self._wake.notify()
+
+    def _request_of(self, submission: Submission) -> Request:
+        spec = submission.spec
+        text = TextStream(self._tokenizer, spec.params.stop, include_stop=spec.params.include_stop_in_output)
+        return Request(spec, text, submission.on_chunk, self._block_size, submission.grammar)
 
     def cancel(self, request_id: str) -> None:
         """Mark a request; it ends before the next pass. Unknown ids are ignored."""

@@ -25,7 +25,7 @@ from trtllm_dflash.runtime.grammar import GrammarCompiler, GrammarRun
 from trtllm_dflash.runtime.memory import plan_memory
 from trtllm_dflash.runtime.outputs import EngineStats, OutputChunk, RequestOutput, TokenLogprobs
 from trtllm_dflash.runtime.prompting import PROMPT_KINDS, Prompt, PromptEncoder
-from trtllm_dflash.runtime.request import RequestSpec
+from trtllm_dflash.runtime.request import RequestSpec, Submission
 from trtllm_dflash.runtime.request_limits import (
     check_capacity,
     checked_deadline,
@@ -205,15 +205,17 @@ class LLM:
             if grammar is not None:
                 grammar.wait()
         collectors = [_Collector(index, spec, on_chunk) for index, spec in enumerate(specs)]
-        submitted: list[str] = []
         try:
-            for spec, grammar, collector in zip(specs, grammars, collectors, strict=True):
-                self._engine.submit(spec, collector.add, grammar)
-                submitted.append(spec.request_id)
+            self._engine.submit_all(
+                [
+                    Submission(spec, collector.add, grammar)
+                    for spec, grammar, collector in zip(specs, grammars, collectors, strict=True)
+                ]
+            )
             return [collector.wait() for collector in collectors]
         except BaseException:
-            for request_id in submitted:
-                self._engine.cancel(request_id)
+            for spec in specs:
+                self._engine.cancel(spec.request_id)
             raise
 
     async def stream(

@@ -44,6 +44,15 @@ class RequestSpec:
     salt: str | None = None
 
 
+@dataclass(frozen=True)
+class Submission:
+    """What is handed to the engine of one request; ``grammar`` may still be compiling."""
+
+    spec: RequestSpec
+    on_chunk: Callable[[OutputChunk], None]
+    grammar: GrammarRun | None = None
+
+
 @dataclass(eq=False)
 class Request:
     """Progress of one request.
