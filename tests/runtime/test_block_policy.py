@@ -58,11 +58,23 @@ def test_a_busy_host_makes_rows_free() -> None:
     alone = policy.choose(64, 8)
     assert alone < 8
     for _ in range(200):
-        policy.observe_host(1000.0)
+        policy.observe_host(64, 1000.0)
     assert policy.choose(64, 8) == 8
     for _ in range(400):
-        policy.observe_host(1e-3)
+        policy.observe_host(64, 1e-3)
     assert policy.choose(64, 8) == alone
+
+
+def test_the_host_is_as_busy_as_the_batch_is_large() -> None:
+    """A load that ends leaves a few requests for many cycles; with the next one the host is busy at once."""
+    policy = BlockSizePolicy(TABLE, 8)
+    _teach(policy, 0.4)
+    for _ in range(20):
+        policy.observe_host(64, 1000.0)
+    for _ in range(1000):
+        policy.observe_host(2, 1e-3)
+    assert policy.choose(64, 8) == 8
+    assert policy.choose(127, 8) == 8, "the same power of two"
 
 
 def test_the_whole_block_where_rows_are_free() -> None:
@@ -115,7 +127,7 @@ def test_the_host_is_timed_where_a_turn_is_a_cycle(
 ) -> None:
     """Turns with a prefill are not the price of a cycle, and without overlap host and device take turns."""
     seen: list[float] = []
-    monkeypatch.setattr(BlockSizePolicy, "observe_host", lambda self, seconds: seen.append(seconds))
+    monkeypatch.setattr(BlockSizePolicy, "observe_host", lambda self, batch, seconds: seen.append(seconds / batch))
     params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     engines = tiny_engines("llama-v2", max_batch_size=4)
     with LLM(engines, device="cpu", options=EngineOptions(adaptive=True, overlap=True)) as llm:

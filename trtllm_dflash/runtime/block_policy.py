@@ -20,7 +20,7 @@ _PRIOR, _PRIOR_WEIGHT = 0.7, 8.0
 _MEMORY = 4000.0
 # One cycle in this many tries the next larger block size, so that a change for the better is noticed.
 _EXPLORE_EVERY = 128
-# Weight of the newest turn in the host's mean time.
+# Weight of the newest turn in the host's mean time, once there are enough of them.
 _NEWEST = 0.05
 
 
@@ -62,7 +62,9 @@ class BlockSizePolicy:
         self._reached = [0.0] * limit
         self._kept = [0.0] * limit
         self._cycles = 0
-        self._host_s = 0.0
+        # By size of the batch, in powers of two: what a few requests cost the host says nothing of many.
+        self._host_s: dict[int, float] = {}
+        self._turns: Counter[int] = Counter()
         # The loop asks at every cycle: what does not change between two cycles is kept.
         self._device_s: dict[int, list[float]] = {}
         self._expected: list[float] = []
@@ -92,12 +94,12 @@ class BlockSizePolicy:
         self._cycles += 1
         if batch not in self._device_s:
             self._device_s[batch] = [self._table.at(batch, size) for size in self._sizes]
-        expected = self._expected_by_size()
+        expected, host_s = self._expected_by_size(), self._host_s.get(batch.bit_length(), 0.0)
         best, best_rate, larger = 1, 0.0, 0
         for size, device_s in zip(self._sizes, self._device_s[batch], strict=True):
             if size > useful:
                 break
-            rate = expected[size - 1] / max(device_s, self._host_s)
+            rate = expected[size - 1] / max(device_s, host_s)
             if rate > best_rate:
                 best, best_rate, larger = size, rate, 0
             elif not larger:
@@ -105,10 +107,13 @@ class BlockSizePolicy:
         explores = larger > 0 and self._cycles % _EXPLORE_EVERY == 0
         return larger if explores else best
 
-    def observe_host(self, seconds: float) -> None:
-        """Learn from a turn of the loop that launched a cycle and nothing else: what it took the host, without waiting
-        for the device."""
-        self._host_s += _NEWEST * (seconds - self._host_s)
+    def observe_host(self, batch: int, seconds: float) -> None:
+        """Learn from a turn of the loop that launched a cycle of ``batch`` requests and nothing else: what it took the
+        host, without waiting for the device."""
+        key = batch.bit_length()
+        self._turns[key] += 1
+        known = self._host_s.get(key, 0.0)
+        self._host_s[key] = known + max(_NEWEST, 1 / self._turns[key]) * (seconds - known)
 
     def observe(self, block_size: int, accepted: Sequence[int]) -> None:
         """Learn from one cycle: ``accepted`` drafts of each of its requests."""

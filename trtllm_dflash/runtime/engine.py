@@ -244,7 +244,7 @@ class Engine:
             waited += oldest.pending.waited_s
         only_a_cycle = len(launched) == 1 and launched[0].block_size is not None
         if self._policy is not None and kept and only_a_cycle and self._runner.recorded_graphs == recorded:
-            self._policy.observe_host(time.perf_counter() - now - waited)
+            self._policy.observe_host(len(launched[0].requests), time.perf_counter() - now - waited)
 
     def _fail_all(self, error: Exception) -> None:
         for request in [*self._scheduler.running, *self._scheduler.waiting]:
