@@ -20,8 +20,8 @@ from trtllm_dflash.runtime.outputs import OutputChunk, RequestOutput
 # Two logits this close may change places when a sum is taken in another order: bfloat16 keeps 8 bits, logits reach 32,
 # so this is two steps; a thousandth covers the float32 of the logarithms.
 _TIE = 0.25 * 1.001
-# With many users a run of every prompt is over in half a second, and one pause of the host shows.
-MODE_S = 0.6
+# A run of every prompt is over in a moment with few users, and one pause of the host would show.
+_LEAST_WINDOW_S = 0.6
 Ids = tuple[int, ...]
 
 
@@ -233,7 +233,7 @@ def adaptive_figures(
             prompts = [llms["off"].encode(message) for message in messages[:concurrency]]
             for repeat in range(repeats + 1):
                 for mode, llm in llms.items():
-                    rate = _tokens_per_second(llm, prompts, params, at_least_s=MODE_S if repeat else 0.0)
+                    rate = _tokens_per_second(llm, prompts, params, at_least_s=_LEAST_WINDOW_S if repeat else 0.0)
                     if repeat:
                         rates[mode].append(rate)
             median = {mode: statistics.median(values) for mode, values in rates.items()}
@@ -245,7 +245,8 @@ def adaptive_figures(
         gc.unfreeze()
         for llm in llms.values():
             llm.close()
-    return {"adaptive_min_ratio": worst}, {"max_tokens": max_tokens, "concurrency": details}
+    settings = {"max_tokens": max_tokens, "least_window_s": _LEAST_WINDOW_S}
+    return {"adaptive_min_ratio": worst}, {**settings, "concurrency": details}
 
 
 def fp8_accuracy_figures(

@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(32 * kCombineWarps, 4)
     const int head = args.head_of(kv_head, request_row);
     const float sink = args.sinks ? args.sinks[head] * kLog2E : -INFINITY;
     asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
-    // A single split has written the result itself. With several warps per row the block is one row: all leave.
+    // A single split has written the result itself. Whole warps leave; barriers do not count them.
     if (row >= extent.rows || active == 1) return;
 
     const int64_t first = ((static_cast<int64_t>(request) * args.kv_heads + kv_head) * args.row_tiles + row_tile) *
@@ -101,8 +101,8 @@ __global__ void __launch_bounds__(32 * kCombineWarps, 4)
             __syncthreads();
             if (warp == 0)
                 for (int other = 1; other < kRowWarps; ++other) {
-                    const float4 part = parts[threadIdx.x / 32 + other][lane];
-                    value.x += part.x, value.y += part.y, value.z += part.z, value.w += part.w;
+                    const float4 theirs = parts[threadIdx.x / 32 + other][lane];
+                    value.x += theirs.x, value.y += theirs.y, value.z += theirs.z, value.w += theirs.w;
                 }
             __syncthreads();
         }
@@ -127,18 +127,23 @@ auto combine_kernel(int splits) {
                           : combine_splits<T, 4, 8>;
 }
 
-// Shared memory that a block asks for so that `blocks` of them spread over all multiprocessors: they start while the
+// Shared memory that blocks ask for so that `blocks` of them spread over all multiprocessors: they start while the
 // blocks in front still end, and the few multiprocessors that are free first would take most of them.
-int spreading_bytes(int64_t blocks) {
-    constexpr int kMostPerMultiprocessor = 4, kOwnBytes = 4096;  // what a block has anyway, and the driver's reserve
-    const int64_t each = (blocks + multiprocessor_count() - 1) / multiprocessor_count();
-    if (each > kMostPerMultiprocessor) return 0;
-    int device = 0, shared_of_sm = 0, shared_of_block = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&shared_of_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-    cudaDeviceGetAttribute(&shared_of_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    return std::min(shared_of_block, shared_of_sm / static_cast<int>(each)) - kOwnBytes;
-}
+struct SpreadingMemory {
+    int bytes, most;  // what a block asks for; the largest answer on this device
+
+    explicit SpreadingMemory(int64_t blocks) {
+        constexpr int kMostPerMultiprocessor = 4,
+                      kOwnBytes = 4096;  // what a block has anyway, and the driver's reserve
+        int device = 0, shared_of_sm = 0, shared_of_block = 0;
+        cudaGetDevice(&device);
+        cudaDeviceGetAttribute(&shared_of_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+        cudaDeviceGetAttribute(&shared_of_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+        const int64_t each = (blocks + multiprocessor_count() - 1) / multiprocessor_count();
+        most = shared_of_block - kOwnBytes;
+        bytes = each > kMostPerMultiprocessor ? 0 : std::min(most, shared_of_sm / static_cast<int>(each) - kOwnBytes);
+    }
+};
 
 bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
@@ -277,12 +282,13 @@ int32_t dflash_attention(const dflash_attention_params* params, dflash_stream st
     const int rows_per_block = kCombineWarps / combine_row_warps(plan.splits);
     config.gridDim = dim3(p.num_kv_heads, (rows + rows_per_block - 1) / rows_per_block, p.batch);
     config.blockDim = dim3(32 * kCombineWarps);
-    config.dynamicSmemBytes = spreading_bytes(int64_t(config.gridDim.x) * config.gridDim.y * config.gridDim.z);
+    const SpreadingMemory shared(int64_t(config.gridDim.x) * config.gridDim.y * config.gridDim.z);
+    config.dynamicSmemBytes = shared.bytes;
     config.numAttrs = 1;
     const auto combine =
         p.dtype == DFLASH_FLOAT16 ? combine_kernel<__half>(plan.splits) : combine_kernel<__nv_bfloat16>(plan.splits);
-    cudaFuncSetAttribute(combine, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                         static_cast<int>(config.dynamicSmemBytes));
+    // The limit is the function's and not the launch's: always the same, whoever launches beside us.
+    cudaFuncSetAttribute(combine, cudaFuncAttributeMaxDynamicSharedMemorySize, shared.most);
     cudaLaunchKernelEx(&config, combine, args, plan.variant->rows, plan.variant->keys);
     return check_launch("attention: joining the splits");
 }

@@ -68,9 +68,9 @@ __device__ __forceinline__ void prefetch(const void* address) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
-// Brings the request's lengths and page table into the L2, where later writes are seen: it may run while the launch in
-// front still writes them.
-__device__ __forceinline__ void prefetch_indices(const AttentionArgs& args, int request) {
+// Brings the request's lengths and page table into the L2, where later writes are seen, while the launch in front may
+// still write them; then waits for its end.
+__device__ __forceinline__ void begin_attention(const AttentionArgs& args, int request) {
     const int64_t row_bytes = static_cast<int64_t>(args.pages_per_request) * args.index_bytes;
     const char* row = static_cast<const char*>(args.page_table) + request * args.page_table_stride * args.index_bytes;
     const int64_t offset = static_cast<int64_t>(threadIdx.x) * 128;
@@ -80,10 +80,6 @@ __device__ __forceinline__ void prefetch_indices(const AttentionArgs& args, int 
         if (lengths) prefetch(static_cast<const char*>(lengths) + request * args.index_bytes);
     }
     if (offset < row_bytes) prefetch(row + offset);
-}
-
-__device__ __forceinline__ void begin_attention(const AttentionArgs& args, int request) {
-    prefetch_indices(args, request);
     wait_for_launch_in_front();
 }
 

@@ -30,9 +30,9 @@ struct AloneShape {
     static constexpr int kFetchRegisters = 40, kRegisters = 232;
     // The last stages first serve tiles at the ends.
     static constexpr int kStages = 6, kLentStages = 2;
-    // Tiles, K and V counted apart, that are on their way at a time. More come no faster, but many of them at once, and
-    // unevenly among the multiprocessors; and everything else that is read waits behind them. Only a split with many
-    // tiles gains by some more.
+    // Tiles that are on their way at a time; K and V of each are waited for apart. More come no faster, but many of
+    // them at once, and unevenly among the multiprocessors; and everything else that is read waits behind them. Only a
+    // split with many tiles gains by some more.
     static constexpr int kAhead = 2, kAheadLong = 3, kLongShare = 64;
     static constexpr int kChunks = kHeadDim / 8;
     static constexpr int kPartBytes = kKeys * 128;  // all keys, 64 dimensions

@@ -2,7 +2,6 @@
 #include "attention_plan.h"
 
 #include <algorithm>
-#include <cmath>
 #include <map>
 #include <mutex>
 #include <tuple>
@@ -91,7 +90,7 @@ Choice choose_alone(const AttentionVariant* variant, int device, int shared_byte
     // blocks read less, until each takes its tiles as fast as it can.
     constexpr double kFillAndDrain = 3.0, kFillAgain = 2.0, kJoinInCluster = 0.2, kJoinByLaunch = 0.85;
     constexpr double kTile = 0.48, kFastestTile = 0.3;
-    const int64_t waves = blocks / multiprocessor_count(), rest = blocks % multiprocessor_count();
+    const int64_t waves = (blocks - 1) / multiprocessor_count(), rest = blocks - waves * multiprocessor_count();
     const double last_tile = std::max(kFastestTile, kTile * static_cast<double>(rest) / multiprocessor_count());
     Choice best = {variant, 1, false,
                    static_cast<double>(waves) * (kTile * tiles + kFillAgain) + last_tile * tiles + kFillAndDrain};

@@ -57,18 +57,16 @@ struct KeyStream {
         return tile * Shape::kKeys + static_cast<int>(threadIdx.x % 32) * 16;
     }
 
-    __device__ __forceinline__ int page_of(int key) const { return args.page_of(key); }
-
     __device__ __forceinline__ int read_pages(int tile) const {
         const int key = group_key(tile);
         if (key + 16 <= extent.low || key >= extent.cached) return 0;
-        const int64_t entry = request * args.page_table_stride + page_of(key);
+        const int64_t entry = request * args.page_table_stride + args.page_of(key);
         return args.index(args.page_table, entry);
     }
 
     __device__ __forceinline__ int cache_row(int tile, int page) const {
         const int key = group_key(tile);
-        return page * args.page_tokens + key - page_of(key) * args.page_tokens;
+        return page * args.page_tokens + key - args.page_of(key) * args.page_tokens;
     }
 
     // Starts the copy of `tile` into `stage`, if the split has such a tile. Tiles are asked for in order.

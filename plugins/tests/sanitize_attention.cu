@@ -121,6 +121,7 @@ int main(int count, char** arguments) {
             next({128, 8, 4, 32, false, settled, queries, -1, {515, 7, 300}});
             next({128, 8, 4, 16, false, settled, queries, -1, {2001}});
             next({128, 8, 4, 32, true, settled, queries, 100, {900, 40, 1, 600}});
+            next({128, 8, 4, 32, false, settled, queries, 100, {890}});  // 16 new rows: three ends
             next({128, 8, 3, 32, true, settled, queries, -1, {257, 256, 255, 254, 0, 512, 64, 63}});
             next({64, 4, 2, 32, true, settled, queries, -1, {1500}});
             next({128, 8, 4, 32, false, settled, queries, -1, std::vector<int>(20, 190)});

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,7 @@ from tiny_pair import BOS, VOCAB_SIZE
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.checkpoint.convert import convert
 from trtllm_dflash.engine.build import build
-from trtllm_dflash.errors import ConfigError, RequestError
+from trtllm_dflash.errors import ConfigError, QueueFullError, RequestError
 from trtllm_dflash.runtime.outputs import OutputChunk
 from trtllm_dflash.runtime.slots import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_IDS
 
@@ -128,23 +129,39 @@ def test_halves_of_characters_are_refused(tiny_llms: Callable, prompt: Any) -> N
         tiny_llms("llama-v2").generate("a", replace(GREEDY, bad_words=("\udcff",)))
 
 
-def test_prompts_of_one_call_start_together(tiny_llms: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+def test_prompts_of_one_call_start_together(tiny_llms: Callable, monkeypatch: pytest.MonkeyPatch, busy: bool) -> None:
     """However slowly they are queued: the engine looks when all are there."""
     llm = tiny_llms("llama-v2")
-    enqueue, prefill, groups = llm._engine._scheduler.enqueue, llm._engine._prefill, []
+    insert, prefill, groups = llm._engine._scheduler._insert, llm._engine._prefill, []
+    if busy:
+        started = threading.Event()
+        other = llm.submit("abc", replace(GREEDY, max_tokens=200, ignore_eos=True), lambda chunk: started.set())
+        assert started.wait(10)
 
     def slowly(request: Any) -> None:
         time.sleep(0.05)
-        enqueue(request)
+        insert(request)
 
     def counted(requests: Any, decoding: int) -> Any:
         groups.append(len(requests))
         return prefill(requests, decoding)
 
-    monkeypatch.setattr(llm._engine._scheduler, "enqueue", slowly)
+    monkeypatch.setattr(llm._engine._scheduler, "_insert", slowly)
     monkeypatch.setattr(llm._engine, "_prefill", counted)
     llm.generate(["a", "b", "c"], GREEDY)
     assert next(count for count in groups if count) == 3
+    if busy:
+        llm.cancel(other)
+
+
+def test_a_call_is_queued_whole_or_not_at_all(tiny_engines: Callable) -> None:
+    with LLM(tiny_engines("llama-v2", max_batch_size=2), device="cpu", max_queue=1) as llm:
+        with pytest.raises(QueueFullError, match="got 1 waiting requests, expected fewer than max_queue=1"):
+            llm.generate(["a", "b", "c", "d"], GREEDY)
+        stats = llm.stats()
+        assert (stats.running, stats.waiting, stats.counters["requests_refused"]) == (0, 0, 4)
+        assert len(llm.generate(["a", "b", "c"], GREEDY)) == 3
 
 
 def test_one_parameter_set_per_prompt(tiny_llms: Callable) -> None:

@@ -80,7 +80,8 @@ class BlockSizePolicy:
 
     def expected_tokens(self, block_size: int) -> float:
         """Tokens that a cycle of ``block_size`` is believed to emit for one request."""
-        return self._expected_by_size()[block_size - 1]
+        expected = self._expected_by_size()
+        return expected[min(block_size, len(expected)) - 1]
 
     def _expected_by_size(self) -> list[float]:
         """Expected tokens of block sizes 1, 2, …"""

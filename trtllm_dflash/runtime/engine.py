@@ -140,18 +140,17 @@ class Engine:
         self.submit_all([Submission(spec, on_chunk, grammar)])
 
     def submit_all(self, submissions: Sequence[Submission]) -> None:
-        """Queue several requests before the engine looks at any, so that they start together.
+        """Queue several requests, all or none, before the engine looks at any, so that they start together.
 
         Raises:
-            as :meth:`submit`, of the first that cannot be queued; those before it are queued.
+            as :meth:`submit`.
         """
         requests = [self._request_of(submission) for submission in submissions]
         with self._wake:
             if self._closing:
                 raise EngineError("the engine is closed")
-            for request in requests:
-                self._scheduler.enqueue(request)
-                self._wake.notify()
+            self._scheduler.enqueue(*requests)
+            self._wake.notify()
 
     def _request_of(self, submission: Submission) -> Request:
         spec = submission.spec

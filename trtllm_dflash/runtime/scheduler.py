@@ -132,26 +132,32 @@ class Scheduler:
             if self._cache is not None:
                 self._cache.evict(self._cache.size)
 
-    def enqueue(self, request: Request) -> None:
-        """Let a request wait for its turn.
+    def enqueue(self, *requests: Request) -> None:
+        """Let requests wait for their turn: all of them, before anybody is admitted, or none.
 
         Raises:
-            RequestError: it could never run, or its id is in use. QueueFullError: as many wait as may.
+            RequestError: one could never run, or an id is in use. QueueFullError: more would wait than may.
         """
-        self._check_possible(request.spec)
+        for request in requests:
+            self._check_possible(request.spec)
         with self._lock:
-            if request.spec.request_id in self._by_id:
-                raise RequestError("request_id", request.spec.request_id, "an id that is not in use")
+            new: dict[str, Request] = {}
+            for request in requests:
+                request_id = request.spec.request_id
+                if request_id in self._by_id or request_id in new:
+                    raise RequestError("request_id", request_id, "an id that is not in use")
+                new[request_id] = request
             limit = self._limits.max_queue
-            # Who will be admitted at once does not wait.
-            waiting = len(self._waiting) - len(self._free_slots)
+            # In front of the last of them; who will be admitted at once does not wait.
+            waiting = len(self._waiting) - len(self._free_slots) + len(requests) - 1
             if limit is not None and waiting >= limit:
-                self.counters["requests_refused"] += 1
+                self.counters["requests_refused"] += len(requests)
                 raise QueueFullError(waiting, limit, self._retry_after_s(waiting))
-            self._by_id[request.spec.request_id] = request
-            if request.deadline is not None or request.grammar is not None:
-                self._watched.add(request)
-            self._insert(request)
+            self._by_id |= new
+            for request in requests:
+                if request.deadline is not None or request.grammar is not None:
+                    self._watched.add(request)
+                self._insert(request)
 
     def cancel(self, request_id: str) -> bool:
         """Mark an unfinished request, which ends before the next pass. False when there is none of this id."""
