@@ -16,6 +16,31 @@ namespace {
 constexpr int kCombineWarps = 4;
 constexpr float kLog2E = 1.4426950408889634f;
 
+// What the launch in front has written, or zeros (`otherwise`). Such loads stay in their order: the compiler put some
+// behind the use of the first ones, which then came one after the other.
+__device__ __forceinline__ float4 ask_for(const float* address, bool present) {
+    float4 v;
+    asm volatile(
+        "{ .reg .pred present;\n"
+        "setp.ne.s32 present, %5, 0;\n"
+        "mov.f32 %0, 0f00000000; mov.f32 %1, 0f00000000; mov.f32 %2, 0f00000000; mov.f32 %3, 0f00000000;\n"
+        "@present ld.volatile.global.v4.f32 {%0, %1, %2, %3}, [%4]; }"
+        : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+        : "l"(address), "r"(int(present)));
+    return v;
+}
+
+__device__ __forceinline__ float2 ask_for(const float2* address, bool present, float2 otherwise) {
+    float2 v = otherwise;
+    asm volatile(
+        "{ .reg .pred present;\n"
+        "setp.ne.s32 present, %3, 0;\n"
+        "@present ld.volatile.global.v2.f32 {%0, %1}, [%2]; }"
+        : "+f"(v.x), "+f"(v.y)
+        : "l"(address), "r"(int(present)));
+    return v;
+}
+
 // kRowWarps warps per query row: they take turns over the row's splits, kAhead in flight each, four dimensions per
 // lane.
 template <typename T, int kRowWarps, int kAhead>
@@ -33,39 +58,38 @@ __global__ void __launch_bounds__(32 * kCombineWarps, 4)
     const int request_row = extent.first_row + row;
     const int head = args.head_of(kv_head, request_row);
     const float sink = args.sinks ? args.sinks[head] * kLog2E : -INFINITY;
+    const int quads = args.head_dim / 4;
+    const int64_t first = first_partial_row(args, request, kv_head, row_tile, 0, tile_rows) + row;
+    const int64_t split_floats = static_cast<int64_t>(tile_rows) * args.head_dim;
+    const auto column_of = [&](int quad) {
+        return args.partial_out + first * args.head_dim + warp * split_floats + min(quad, quads - 1) * 4;
+    };
+    const float* first_column = column_of(lane);
+    const float2* lane_stats = args.partial_stats + first + static_cast<int64_t>(lane) * tile_rows;
+    asm volatile("" : "+l"(first_column), "+l"(lane_stats));  // addresses first, then the wait
     asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
     // A single split has written the result itself. Whole warps leave; barriers do not count them.
     if (row >= extent.rows || active == 1) return;
 
-    const int64_t first = ((static_cast<int64_t>(request) * args.kv_heads + kv_head) * args.row_tiles + row_tile) *
-                              args.splits * tile_rows +
-                          row;
     // This warp's share of the splits: from `base` on, every kRowWarps-th, as many as are in flight at a time.
     const auto load_parts = [&](float4(&part)[kAhead], const float* column, int base) {
 #pragma unroll
         for (int j = 0; j < kAhead; ++j) {
-            const int split = base + j * kRowWarps + warp;
-            part[j] = make_float4(0, 0, 0, 0);
-            if (split < active)
-                part[j] = __ldcg(
-                    reinterpret_cast<const float4*>(column + static_cast<int64_t>(split) * tile_rows * args.head_dim));
+            const int split = base + j * kRowWarps;
+            part[j] = ask_for(column + split * split_floats, split + warp < active);
         }
     };
-    const int quads = args.head_dim / 4;
-    const auto column_of = [&](int quad) {
-        return args.partial_out + first * args.head_dim + min(quad, quads - 1) * 4;
-    };
     float4 part[kAhead];
-    load_parts(part, column_of(lane), 0);  // while the statistics are on their way
+    load_parts(part, first_column, 0);
+    // Asked for last: what comes before the use of these cannot be put behind it.
     float2 stats[kHeld];
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i)
+        stats[i] = ask_for(lane_stats + static_cast<int64_t>(i) * 32 * tile_rows, lane + i * 32 < active,
+                           make_float2(-INFINITY, 0.0f));
     float most = sink;
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-        const int split = lane + i * 32;
-        stats[i] = split < active ? args.partial_stats[first + static_cast<int64_t>(split) * tile_rows]
-                                  : make_float2(-INFINITY, 0.0f);
-        most = fmaxf(most, stats[i].x);
-    }
+    for (int i = 0; i < kHeld; ++i) most = fmaxf(most, stats[i].x);
     for (int offset = 16; offset > 0; offset /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, offset));
     float weights[kHeld], total = 0.0f;
 #pragma unroll
