@@ -39,14 +39,17 @@ class TextStream:
     def push(self, ids: Sequence[int], *, ended_by_stop_id: bool = False) -> TextDelta:
         """Add tokens; with ``ended_by_stop_id`` the last of them ended generation."""
         body = ids[:-1] if ended_by_stop_id else ids
-        for used, token in enumerate(body, start=1):
-            searched_from = max(0, len(self._text) - self._longest_stop + 1)
-            self._text += self._decode(token)
-            cut = self._find_stop(searched_from)
-            if cut is not None:
-                self._text = self._text[:cut]
-                self._ids = []
-                return TextDelta(self._take(len(self._text)), used, True)
+        if not self._stop:
+            self._text += "".join([self._decode(token) for token in body])
+        else:
+            for used, token in enumerate(body, start=1):
+                searched_from = max(0, len(self._text) - self._longest_stop + 1)
+                self._text += self._decode(token)
+                cut = self._find_stop(searched_from)
+                if cut is not None:
+                    self._text = self._text[:cut]
+                    self._ids = []
+                    return TextDelta(self._take(len(self._text)), used, True)
         if ended_by_stop_id and self._include_stop:
             self._complete()
             self._text += self._tokenizer.decode([ids[-1]], skip_special_tokens=False)
