@@ -126,8 +126,10 @@ def _listener(answer: bytes | None) -> Iterator[str]:
                     pass
                 connection.close()
 
-        threading.Thread(target=serve, daemon=True).start()
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        thread.join(timeout=10)
         for connection in kept:
             connection.close()
 
