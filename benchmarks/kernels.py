@@ -61,7 +61,7 @@ def gpu_figures(parts: Sequence[str], *, compare: bool) -> Iterator[dict[str, fl
     if "dense" in parts:
         yield kernels_dense.measure()
     if "attention" in parts:
-        yield kernels_attention.measure(compare=False)
+        yield kernels_attention.measure()
         if compare:
             yield kernels_attention.compare_with_torch()
 

@@ -1,22 +1,15 @@
-"""Attention, KV injection and the small fused kernels against the copy roofline and torch's own attention.
+"""Attention, KV injection and the small fused kernels against the copy roofline and torch's own attention: a part of
+``python -m benchmarks.kernels``.
 
-``python -m benchmarks.kernels_attention`` on a CUDA GPU; ``benchmarks.kernels`` merges :func:`measure` with the other
-kernels. Times are medians of CUDA-graph replays over rotating inputs that exceed the L2 cache, the least of three, as
-those of the copies are; bytes are what must be read and written once; the roofline is a device-to-device copy measured
-in the same run.
+Times are those of ``gpu_timing`` over rotating inputs that exceed the L2 cache; bytes are what must be read and written
+once; the roofline is a device-to-device copy measured in the same run.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import date
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -24,6 +17,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import read_floor
+from benchmarks.gpu_timing import Replayed, Roofline, least_us, time_us
 from trtllm_dflash.ops import cuda_attention, cuda_fused
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_TOKENS = 32, 8, 128, 32
@@ -42,92 +36,6 @@ FORMS = {
     "verify_settled": (True, True),
 }
 TOKEN_BYTES = 2 * KV_HEADS * HEAD_DIM * 2
-REPLAYS, ROUNDS = 15, 3
-WARM_UP_S = 0.02
-
-
-class Replayed:
-    """Calls recorded as one CUDA graph, each of them once."""
-
-    def __init__(self, calls: Sequence[Callable[[], object]]) -> None:
-        # They hold what the graph reads.
-        self._calls = list(calls)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for call in calls:
-                call()
-        torch.cuda.current_stream().wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            for call in calls:
-                call()
-
-    def median_us(self) -> float:
-        """Median microseconds of one call."""
-        # Clocks fall while the host prepares data: warm up for some milliseconds, not for a number of calls.
-        warm_until = time.perf_counter() + WARM_UP_S
-        while time.perf_counter() < warm_until:
-            self._graph.replay()
-            torch.cuda.synchronize()
-        times = []
-        for _ in range(REPLAYS):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            self._graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1000 / len(self._calls))
-        return statistics.median(times)
-
-
-def least_us(timed: Sequence[Replayed]) -> list[float]:
-    """Of each the least of several medians, taken in turn: clocks follow what ran before, and no slow moment decides
-    a comparison."""
-    rounds = [[one.median_us() for one in timed] for _ in range(ROUNDS)]
-    return [min(of_one) for of_one in zip(*rounds, strict=True)]
-
-
-def time_us(calls: Sequence[Callable[[], object]]) -> float:
-    """Microseconds of one call, see :func:`least_us`."""
-    return least_us([Replayed(calls)])[0]
-
-
-def copy_bytes_per_us(moved_bytes: int) -> float:
-    """Bytes read plus written per microsecond by a device copy that moves ``moved_bytes`` in all.
-
-    The faster of the driver's copy and an element-wise kernel; sources and targets rotate beyond the L2 cache.
-    """
-    copies = max(2, min(16, (1 << 30) // moved_bytes))
-    sources = [torch.randn(moved_bytes // 8, device="cuda") for _ in range(copies)]
-    targets = [torch.empty_like(source) for source in sources]
-    pairs = list(zip(sources, targets, strict=True))
-    driver = [lambda s=source, t=target: t.copy_(s) for source, target in pairs]
-    kernel = [lambda s=source, t=target: torch.neg(s, out=t) for source, target in pairs]
-    return moved_bytes / min(time_us(driver), time_us(kernel))
-
-
-class Roofline:
-    """Copy bandwidth by amount of data: a short copy, too, starts, ramps up and ends."""
-
-    def __init__(self) -> None:
-        self.by_megabytes = {size: copy_bytes_per_us(size << 20) for size in (16, 32, 64, 128, 256, 512, 1024, 4096)}
-
-    @property
-    def peak(self) -> float:
-        return max(self.by_megabytes.values())
-
-    def at(self, moved_bytes: int) -> float:
-        """Bytes per microsecond of a copy that moves ``moved_bytes``: measured times, interpolated linearly."""
-        megabytes = moved_bytes / (1 << 20)
-        sizes = sorted(self.by_megabytes)
-        if not sizes[0] <= megabytes < sizes[-1]:
-            return self.by_megabytes[sizes[0] if megabytes < sizes[0] else sizes[-1]]
-        upper = next(size for size in sizes if size > megabytes)
-        lower = sizes[sizes.index(upper) - 1]
-        times = [size / self.by_megabytes[size] for size in (lower, upper)]
-        share = (megabytes - lower) / (upper - lower)
-        return megabytes / (times[0] + share * (times[1] - times[0]))
 
 
 @dataclass
@@ -410,44 +318,11 @@ def measure_fused(roofline: Roofline) -> dict[str, float]:
     return figures
 
 
-def measure(*, compare: bool = True) -> dict[str, float]:
-    """All figures of this file. ``compare``: time torch's attention as well."""
+def measure() -> dict[str, float]:
+    """All figures of this file but those of :func:`compare_with_torch`."""
     roofline = Roofline()
     figures = {f"copy_{size}mb_tb_s": round(rate / 1e6, 3) for size, rate in roofline.by_megabytes.items()}
     figures |= read_floor.measure(time_us)
     print(", ".join(f"{name} {value}" for name, value in figures.items()), flush=True)
     figures |= measure_fused(roofline)
-    figures |= measure_attention(roofline)
-    return figures | (compare_with_torch() if compare else {})
-
-
-def write(figures: dict[str, float], output: Path) -> None:
-    properties = torch.cuda.get_device_properties(0)
-    document = {
-        "name": "kernels_attention",
-        "command": "python -m benchmarks.kernels_attention",
-        "commit": None,
-        "date": date.today().isoformat(),
-        "machine": f"{properties.name}, {properties.multi_processor_count} SMs",
-        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
-        "shapes": {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "page_tokens": PAGE_TOKENS},
-        "figures": figures,
-    }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(document, indent=1) + "\n")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--no-torch", action="store_true", help="skip the comparison with torch")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/kernels_attention.json"))
-    options = parser.parse_args()
-    figures = measure(compare=False)
-    # Written before the comparison, too: compiling FlexAttention takes longest and fails easiest.
-    write(figures, options.output)
-    if not options.no_torch:
-        write(figures | compare_with_torch(), options.output)
-
-
-if __name__ == "__main__":
-    main()
+    return figures | measure_attention(roofline)

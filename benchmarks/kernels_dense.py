@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.kernels_attention import copy_bytes_per_us, time_us
+from benchmarks.gpu_timing import copy_bytes_per_us, time_us
 from trtllm_dflash.ops import cuda_dense, cuda_fused
 from trtllm_dflash.ops.torch_dense import Fp8Matrix
 

@@ -24,7 +24,7 @@ def measure(time_us: Callable[[Sequence[Callable[[], object]]], float]) -> dict[
     """Microseconds per read of 64 and 128 MiB, over buffers that rotate beyond the L2 cache.
 
     Args:
-        time_us: median microseconds of one of the calls it is given, ``kernels_attention.time_us``.
+        time_us: median microseconds of one of the calls it is given, ``gpu_timing.time_us``.
 
     Returns:
         ``read_floor_us_{64,128}mb``, the faster of pieces in turn and one range per multiprocessor; empty without nvcc.

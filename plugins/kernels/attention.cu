@@ -157,8 +157,8 @@ struct SpreadingMemory {
     int bytes, most;  // what a block asks for; the largest answer on this device
 
     explicit SpreadingMemory(int64_t blocks) {
-        constexpr int kMostPerMultiprocessor = 4,
-                      kOwnBytes = 4096;  // what a block has anyway, and the driver's reserve
+        constexpr int kMostPerMultiprocessor = 4;
+        constexpr int kOwnBytes = 4096;  // what a block has anyway, and the driver's reserve
         int device = 0, shared_of_sm = 0, shared_of_block = 0;
         cudaGetDevice(&device);
         cudaDeviceGetAttribute(&shared_of_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);

@@ -24,7 +24,8 @@ struct AloneShape {
     using T = T_;
     static constexpr bool kFloat8 = false;
     static constexpr int kHeadDim = kHeadDim_, kKeys = 64, kRows = 64;
-    static constexpr int kWarpgroups = 2, kThreads = 128 * kWarpgroups;  // of the warpgroups
+    static constexpr int kWarpgroups = 2, kThreads = 128 * kWarpgroups;
+    static constexpr int kReturningWarps = 4;  // those of one warpgroup say that a stage is free
     // The warp that fetches has its own warpgroup, whose registers the others take over.
     static constexpr int kLaunchThreads = kThreads + 128;
     static constexpr int kFetchRegisters = 40, kRegisters = 232;
@@ -250,7 +251,7 @@ __global__ void __launch_bounds__(Shape::kLaunchThreads, 1)
             for (int stage = 0; stage < kStages; ++stage) {
                 start_barrier(full + stage * 16, 1);
                 start_barrier(full + stage * 16 + 8, 1);
-                start_barrier(empty + stage * 8, 4);
+                start_barrier(empty + stage * 8, Shape::kReturningWarps);
             }
             start_barrier(arrived, 1);
             publish_barriers();

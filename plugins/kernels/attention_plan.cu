@@ -86,8 +86,8 @@ Choice choose_splits(const AttentionVariant* variant, int64_t blocks, int64_t sl
 // clusters join in them, others by a second launch.
 Choice choose_alone(const AttentionVariant* variant, int device, int shared_bytes, int64_t blocks, int rows, int tiles,
                     int limit) {
-    // A block takes its tiles in order, each in the time in which it would come if all multiprocessors read: fewer
-    // blocks read less, until each takes its tiles as fast as it can.
+    // A tile takes a block as long as if all multiprocessors read. What is left for a last wave has more of the memory
+    // to itself, up to what one multiprocessor can take.
     constexpr double kFillAndDrain = 3.0, kFillAgain = 2.0, kJoinInCluster = 0.2, kJoinByLaunch = 0.85;
     constexpr double kTile = 0.48, kFastestTile = 0.3;
     const int64_t waves = (blocks - 1) / multiprocessor_count(), rest = blocks - waves * multiprocessor_count();

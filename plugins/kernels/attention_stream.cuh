@@ -60,8 +60,7 @@ struct KeyStream {
     __device__ __forceinline__ int read_pages(int tile) const {
         const int key = group_key(tile);
         if (key + 16 <= extent.low || key >= extent.cached) return 0;
-        const int64_t entry = request * args.page_table_stride + args.page_of(key);
-        return args.index(args.page_table, entry);
+        return args.page(request, args.page_of(key));
     }
 
     __device__ __forceinline__ int cache_row(int tile, int page) const {

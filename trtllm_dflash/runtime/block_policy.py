@@ -78,13 +78,8 @@ class BlockSizePolicy:
             beliefs.append(belief)
         return beliefs
 
-    def expected_tokens(self, block_size: int) -> float:
-        """Tokens that a cycle of ``block_size`` is believed to emit for one request."""
-        expected = self._expected_by_size()
-        return expected[min(block_size, len(expected)) - 1]
-
-    def _expected_by_size(self) -> list[float]:
-        """Expected tokens of block sizes 1, 2, …"""
+    def expected_tokens(self) -> list[float]:
+        """Tokens that a cycle of block size 1, 2, … is believed to emit for one request."""
         if not self._expected:
             survivals = accumulate(self.acceptance(), operator.mul)
             self._expected = list(accumulate(survivals, initial=1.0))
@@ -95,7 +90,7 @@ class BlockSizePolicy:
         self._cycles += 1
         if batch not in self._device_s:
             self._device_s[batch] = [self._table.at(batch, size) for size in self._sizes]
-        expected, host_s = self._expected_by_size(), self._host_s.get(batch.bit_length(), 0.0)
+        expected, host_s = self.expected_tokens(), self._host_s.get(batch.bit_length(), 0.0)
         best, best_rate, larger = 1, 0.0, 0
         for size, device_s in zip(self._sizes, self._device_s[batch], strict=True):
             if size > useful:
