@@ -44,8 +44,8 @@ def test_error_is_at_most_half_a_step(algo: QuantAlgo, seed: int) -> None:
     weight = random_weight(seed)
     tensors = quantize(weight, algo)
     error = (dequantize(tensors, algo) - weight).abs()
-    # Scales and products are rounded in float32 themselves.
-    assert (error <= half_step(weight, algo, tensors) * (1 + 1e-5)).all()
+    # Scales, quotients and products are rounded in float32 themselves: of values up to 127 steps, some 1e-5 of a step.
+    assert (error <= half_step(weight, algo, tensors) * (1 + 1e-4)).all()
 
 
 @pytest.mark.parametrize(("algo", "largest"), [("fp8", 0.04), ("int8", 0.02), ("nvfp4", 0.15)])
