@@ -13,44 +13,32 @@ DFLASH_REGISTER_KERNEL(attention, "attention");
 
 namespace {
 
-constexpr int kCombineWarps = 4;
 constexpr float kLog2E = 1.4426950408889634f;
 
-// What the launch in front has written, or zeros (`otherwise`). Such loads stay in their order: the compiler put some
-// behind the use of the first ones, which then came one after the other.
-__device__ __forceinline__ float4 ask_for(const float* address, bool present) {
-    float4 v;
-    asm volatile(
-        "{ .reg .pred present;\n"
-        "setp.ne.s32 present, %5, 0;\n"
-        "mov.f32 %0, 0f00000000; mov.f32 %1, 0f00000000; mov.f32 %2, 0f00000000; mov.f32 %3, 0f00000000;\n"
-        "@present ld.volatile.global.v4.f32 {%0, %1, %2, %3}, [%4]; }"
-        : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-        : "l"(address), "r"(int(present)));
-    return v;
+// The largest value of a warp. Order of floats as integers: those below zero turned around.
+__device__ __forceinline__ float warp_max(float x) {
+    const auto turned = [](int bits) { return bits ^ (bits >> 31 & 0x7fffffff); };
+    return __int_as_float(turned(__reduce_max_sync(0xffffffffu, turned(__float_as_int(x)))));
 }
 
-__device__ __forceinline__ float2 ask_for(const float2* address, bool present, float2 otherwise) {
-    float2 v = otherwise;
-    asm volatile(
-        "{ .reg .pred present;\n"
-        "setp.ne.s32 present, %3, 0;\n"
-        "@present ld.volatile.global.v2.f32 {%0, %1}, [%2]; }"
-        : "+f"(v.x), "+f"(v.y)
-        : "l"(address), "r"(int(present)));
-    return v;
-}
-
-// kRowWarps warps per query row: they take turns over the row's splits, kAhead in flight each, four dimensions per
-// lane.
-template <typename T, int kRowWarps, int kAhead>
-__global__ void __launch_bounds__(32 * kCombineWarps, 4)
-    combine_splits(const __grid_constant__ AttentionArgs args, int tile_rows, int tile_keys) {
+// kRowWarps warps per query row: they take turns over the row's splits, four dimensions per lane. All parts of a row
+// are on their way at the same time, to shared memory: they would not fit the registers that an attention block leaves.
+template <typename T, int kRowWarps>
+__global__ void __launch_bounds__(32 * kJoinWarps, 8)
+    combine_splits(const __grid_constant__ AttentionArgs args, int tile_rows, int tile_keys, int row_blocks,
+                   int spare_blocks) {
     constexpr int kHeld = kRowWarps == 4 ? kMaxSplits / 32 : 1;
-    __shared__ float4 parts[kCombineWarps][32];
-    const int kv_head = blockIdx.x, request = blockIdx.z, lane = threadIdx.x % 32;
-    const int warp = threadIdx.x / 32 % kRowWarps;
-    const int padded_row = blockIdx.y * (kCombineWarps / kRowWarps) + threadIdx.x / (32 * kRowWarps);
+    extern __shared__ float4 arrived[];  // [warps][parts][32]
+    const int block = static_cast<int>(blockIdx.x) - spare_blocks;
+    if (block < 0) {
+        asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
+        return;
+    }
+    const int kv_head = block % args.kv_heads, request = block / args.kv_heads / row_blocks;
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32 % kRowWarps, parts = (args.splits + kRowWarps - 1) / kRowWarps;
+    const int padded_row =
+        block / args.kv_heads % row_blocks * (kJoinWarps / kRowWarps) + threadIdx.x / (32 * kRowWarps);
     const int row_tile = min(padded_row / tile_rows, args.row_tiles - 1), row = padded_row - row_tile * tile_rows;
     // The lengths are older than the launch that this one overlaps.
     const Extent extent(args, request, row_tile, tile_rows);
@@ -61,36 +49,32 @@ __global__ void __launch_bounds__(32 * kCombineWarps, 4)
     const int quads = args.head_dim / 4;
     const int64_t first = first_partial_row(args, request, kv_head, row_tile, 0, tile_rows) + row;
     const int64_t split_floats = static_cast<int64_t>(tile_rows) * args.head_dim;
-    const auto column_of = [&](int quad) {
-        return args.partial_out + first * args.head_dim + warp * split_floats + min(quad, quads - 1) * 4;
-    };
-    const float* first_column = column_of(lane);
+    float4* const mine = arrived + threadIdx.x / 32 * parts * 32 + lane;
+    T* const target = static_cast<T*>(args.out) + (extent.query_begin + args.query_of(request_row)) * args.out_stride +
+                      head * args.head_dim;
+    const float* column = args.partial_out + first * args.head_dim + warp * split_floats + min(lane, quads - 1) * 4;
     const float2* lane_stats = args.partial_stats + first + static_cast<int64_t>(lane) * tile_rows;
-    asm volatile("" : "+l"(first_column), "+l"(lane_stats));  // addresses first, then the wait
+    const int own_parts = (active - warp + kRowWarps - 1) / kRowWarps;
+    asm volatile("" : "+l"(column), "+l"(lane_stats));  // addresses first, then the wait
     asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
     // A single split has written the result itself. Whole warps leave; barriers do not count them.
     if (row >= extent.rows || active == 1) return;
 
-    // This warp's share of the splits: from `base` on, every kRowWarps-th, as many as are in flight at a time.
-    const auto load_parts = [&](float4(&part)[kAhead], const float* column, int base) {
-#pragma unroll
-        for (int j = 0; j < kAhead; ++j) {
-            const int split = base + j * kRowWarps;
-            part[j] = ask_for(column + split * split_floats, split + warp < active);
-        }
-    };
-    float4 part[kAhead];
-    load_parts(part, first_column, 0);
-    // Asked for last: what comes before the use of these cannot be put behind it.
     float2 stats[kHeld];
 #pragma unroll
     for (int i = 0; i < kHeld; ++i)
-        stats[i] = ask_for(lane_stats + static_cast<int64_t>(i) * 32 * tile_rows, lane + i * 32 < active,
-                           make_float2(-INFINITY, 0.0f));
+        stats[i] = lane + i * 32 < active ? __ldcg(lane_stats + static_cast<int64_t>(i) * 32 * tile_rows)
+                                          : make_float2(-INFINITY, 0.0f);
+    const auto fetch = [&](const float* from) {
+        for (int part = 0; part < own_parts; ++part)
+            copy_async_16(shared_address(mine + part * 32), from + part * (kRowWarps * split_floats));
+        copy_async_commit();
+    };
+    fetch(column);
     float most = sink;
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) most = fmaxf(most, stats[i].x);
-    for (int offset = 16; offset > 0; offset /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, offset));
+    most = warp_max(most);
     float weights[kHeld], total = 0.0f;
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
@@ -103,71 +87,39 @@ __global__ void __launch_bounds__(32 * kCombineWarps, 4)
 
     for (int first_quad = 0; first_quad < quads; first_quad += 32) {
         const int quad = first_quad + lane;
-        const float* column = column_of(quad);
+        if (first_quad > 0) fetch(column + (min(quad, quads - 1) - lane) * 4);
+        copy_async_wait<0>();
         float4 value = make_float4(0, 0, 0, 0);
 #pragma unroll
         for (int i = 0; i < kHeld; ++i) {
-            if (i * 32 >= active) break;
-#pragma unroll 1
-            for (int base = 0; base < 32 && i * 32 + base < active; base += kAhead * kRowWarps) {
-                if (first_quad > 0 || i > 0 || base > 0) load_parts(part, column, i * 32 + base);
-#pragma unroll
-                for (int j = 0; j < kAhead; ++j) {
-                    // Splits without work have weight 0.
-                    const float weight = __shfl_sync(0xffffffffu, weights[i], base + j * kRowWarps + warp);
-                    value.x += weight * part[j].x, value.y += weight * part[j].y;
-                    value.z += weight * part[j].z, value.w += weight * part[j].w;
-                }
+#pragma unroll 4
+            for (int part = i * (32 / kRowWarps); part < min(own_parts, (i + 1) * (32 / kRowWarps)); ++part) {
+                const float weight = __shfl_sync(0xffffffffu, weights[i], (part * kRowWarps + warp) % 32);
+                const float4 theirs = mine[part * 32];
+                value.x += weight * theirs.x, value.y += weight * theirs.y;
+                value.z += weight * theirs.z, value.w += weight * theirs.w;
             }
         }
         if constexpr (kRowWarps > 1) {
-            parts[threadIdx.x / 32][lane] = value;
+            *mine = value;
             __syncthreads();
             if (warp == 0)
                 for (int other = 1; other < kRowWarps; ++other) {
-                    const float4 theirs = parts[threadIdx.x / 32 + other][lane];
+                    const float4 theirs = mine[other * parts * 32];
                     value.x += theirs.x, value.y += theirs.y, value.z += theirs.z, value.w += theirs.w;
                 }
             __syncthreads();
         }
-        if (warp == 0 && quad < quads) {
-            T* target = static_cast<T*>(args.out) +
-                        (extent.query_begin + args.query_of(request_row)) * args.out_stride + head * args.head_dim +
-                        quad * 4;
-            *reinterpret_cast<uint2*>(target) = make_uint2(pack_pair<T>(value.x * factor, value.y * factor),
-                                                           pack_pair<T>(value.z * factor, value.w * factor));
-        }
+        if (warp == 0 && quad < quads)
+            *reinterpret_cast<uint2*>(target + quad * 4) = make_uint2(pack_pair<T>(value.x * factor, value.y * factor),
+                                                                      pack_pair<T>(value.z * factor, value.w * factor));
     }
 }
-
-// Few loads per warp, all of them at once.
-int combine_row_warps(int splits) { return splits <= 4 ? 1 : splits <= 16 ? 2 : 4; }
 
 template <typename T>
-auto combine_kernel(int splits) {
-    return splits <= 4    ? combine_splits<T, 1, 4>
-           : splits <= 8  ? combine_splits<T, 2, 4>
-           : splits <= 16 ? combine_splits<T, 2, 8>
-                          : combine_splits<T, 4, 8>;
+auto combine_kernel(int row_warps) {
+    return row_warps == 1 ? combine_splits<T, 1> : row_warps == 2 ? combine_splits<T, 2> : combine_splits<T, 4>;
 }
-
-// Shared memory that blocks ask for so that `blocks` of them spread over all multiprocessors: they start while the
-// blocks in front still end, and the few multiprocessors that are free first would take most of them.
-struct SpreadingMemory {
-    int bytes, most;  // what a block asks for; the largest answer on this device
-
-    explicit SpreadingMemory(int64_t blocks) {
-        constexpr int kMostPerMultiprocessor = 4;
-        constexpr int kOwnBytes = 4096;  // what a block has anyway, and the driver's reserve
-        int device = 0, shared_of_sm = 0, shared_of_block = 0;
-        cudaGetDevice(&device);
-        cudaDeviceGetAttribute(&shared_of_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-        cudaDeviceGetAttribute(&shared_of_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-        const int64_t each = (blocks + multiprocessor_count() - 1) / multiprocessor_count();
-        most = shared_of_block - kOwnBytes;
-        bytes = each > kMostPerMultiprocessor ? 0 : std::min(most, shared_of_sm / static_cast<int>(each) - kOwnBytes);
-    }
-};
 
 bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
@@ -294,25 +246,23 @@ int32_t dflash_attention(const dflash_attention_params* params, dflash_stream st
         if (int32_t status = describe_cache(p, p.v_cache, 1 << args.copy_shift, args.v_map)) return status;
     }
     const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
-    Launch launch(*plan.variant, plan.shared_bytes, dim3(p.num_kv_heads, plan.row_tiles * plan.splits, p.batch),
-                  plan.join_in_cluster ? plan.splits : 1);
+    Launch launch(*plan.variant, plan.shared_bytes, plan.shared_limit,
+                  dim3(p.num_kv_heads, plan.row_tiles * plan.splits, p.batch), plan.join_in_cluster ? plan.splits : 1);
     cudaLaunchConfig_t& config = launch.config;
     config.stream = cuda_stream;
     cudaLaunchKernelEx(&config, plan.variant->kernel, args);
     if (int32_t status = check_launch("attention")) return status;
     if (plan.splits == 1 || plan.join_in_cluster) return DFLASH_OK;
 
-    const int64_t rows = int64_t(p.block_size > 0 ? p.block_size : p.max_query) * args.group;
-    const int rows_per_block = kCombineWarps / combine_row_warps(plan.splits);
-    config.gridDim = dim3(p.num_kv_heads, (rows + rows_per_block - 1) / rows_per_block, p.batch);
-    config.blockDim = dim3(32 * kCombineWarps);
-    const SpreadingMemory shared(int64_t(config.gridDim.x) * config.gridDim.y * config.gridDim.z);
-    config.dynamicSmemBytes = shared.bytes;
+    config.gridDim = dim3(plan.join.spare_blocks + plan.join.blocks);
+    config.blockDim = dim3(32 * kJoinWarps);
+    config.dynamicSmemBytes = plan.join.shared_bytes;
     config.numAttrs = 1;
-    const auto combine =
-        p.dtype == DFLASH_FLOAT16 ? combine_kernel<__half>(plan.splits) : combine_kernel<__nv_bfloat16>(plan.splits);
-    // The limit is the function's and not the launch's: always the same, whoever launches beside us.
-    cudaFuncSetAttribute(combine, cudaFuncAttributeMaxDynamicSharedMemorySize, shared.most);
-    cudaLaunchKernelEx(&config, combine, args, plan.variant->rows, plan.variant->keys);
+    const auto combine = p.dtype == DFLASH_FLOAT16 ? combine_kernel<__half>(plan.join.row_warps)
+                                                   : combine_kernel<__nv_bfloat16>(plan.join.row_warps);
+    cudaFuncSetAttribute(combine, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.join.shared_limit);
+    cudaFuncSetAttribute(combine, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+    cudaLaunchKernelEx(&config, combine, args, plan.variant->rows, plan.variant->keys, plan.join.row_blocks,
+                       plan.join.spare_blocks);
     return check_launch("attention: joining the splits");
 }

@@ -47,8 +47,13 @@ struct AttentionArgs {
         return page_shift >= 0 ? key >> page_shift : static_cast<int>(__umulhi(key / 16u, page_inverse));
     }
 
+    // Where the page table says what page a request has at `entry`: the lower half, where indices are wider than an
+    // int.
+    __device__ __forceinline__ const void* page_address(int request, int entry) const {
+        return static_cast<const char*>(page_table) + (request * page_table_stride + entry) * index_bytes;
+    }
     __device__ __forceinline__ int page(int request, int entry) const {
-        return index(page_table, request * page_table_stride + entry);
+        return *static_cast<const int*>(page_address(request, entry));
     }
 
     // Which query of a request, and which head, one of its rows is. Rows are fewer than 2^32 / group.

@@ -20,6 +20,9 @@ constexpr AttentionVariant variant() {
             Shape::kWarpgroups == 1 ? 2 : 1,
             kPairSplits,
             0,
+            0,
+            5,
+            0,
             false,
             [](int stages) { return Shape::shared_bytes(stages); },
             hopper_attention_kernel<Shape>};
@@ -36,6 +39,9 @@ constexpr AttentionVariant variant_alone() {
             1,
             kMaxClusterSplits,
             Shape::kHeldRows,
+            Shape::kMoreInCluster,
+            Shape::kStages,
+            Shape::kStagesBesideJoin,
             true,
             [](int stages) { return Shape::shared_bytes(stages); },
             hopper_alone_kernel<Shape>};

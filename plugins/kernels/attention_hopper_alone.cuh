@@ -4,7 +4,7 @@
 // addresses; two warpgroups take turns with the tiles, and half each of the last one, so that it is done soon after it
 // has come. Splits of a row tile that find room as one thread block cluster join by messages through the cluster's
 // network. Large clusters often do not, since the multiprocessors of a chip are not spread evenly (measured on an H200:
-// 7 clusters of 16, 15 of 8, 30 of 4, 66 of 2); then a second launch joins them.
+// 7 clusters of 16, 15 of 8, 30 of 4, 66 of 2); then a second launch joins them, whose blocks wait beside ours.
 //
 // The copy engine takes tiles whose 64 keys are all in the cache and in sight. The others, at the ends, are copied by
 // the warpgroups themselves, while the first tiles are on their way: their order does not matter.
@@ -26,15 +26,19 @@ struct AloneShape {
     static constexpr int kHeadDim = kHeadDim_, kKeys = 64, kRows = 64;
     static constexpr int kWarpgroups = 2, kThreads = 128 * kWarpgroups;
     static constexpr int kReturningWarps = 4;  // those of one warpgroup say that a stage is free
-    // The warp that fetches has its own warpgroup, whose registers the others take over.
+    // The warp that fetches has its own warpgroup, whose registers the others take over. Threads start with fewer than
+    // they could: the rest is room for a block of the launch that joins splits.
     static constexpr int kLaunchThreads = kThreads + 128;
-    static constexpr int kFetchRegisters = 40, kRegisters = 232;
-    // The last stages first serve tiles at the ends.
-    static constexpr int kStages = 6, kLentStages = 2;
+    static constexpr int kStartRegisters = 136, kFetchRegisters = 40, kRegisters = 184;
+    // The last stages are lent to tiles at the ends, where there are such. With fewer, blocks of the launch that joins
+    // splits wait beside.
+    static constexpr int kStages = 6, kStagesBesideJoin = 5, kLentStages = 2;
     // Tiles that are on their way at a time; K and V of each are waited for apart. More come no faster, but many of
     // them at once, and unevenly among the multiprocessors; and everything else that is read waits behind them. Only a
     // split with many tiles gains by some more.
-    static constexpr int kAhead = 2, kAheadLong = 3, kLongShare = 64;
+    static constexpr int kAhead = 2, kAheadLong = 3;
+    // By then the edges have come, which wait behind the first tiles of everybody.
+    static constexpr int kTilesBeforeEdges = 2, kTilesBeforeEdgesBesideJoin = 4;
     static constexpr int kChunks = kHeadDim / 8;
     static constexpr int kPartBytes = kKeys * 128;  // all keys, 64 dimensions
     static constexpr int kValueOffset = kHeadDim / 64 * kPartBytes, kStageBytes = 2 * kValueOffset;
@@ -43,17 +47,19 @@ struct AloneShape {
     // Where other blocks' partial rows arrive: over the queries, which are in registers by then. 65 rows hold what a
     // block receives in clusters of all sizes but 12 and 15.
     static constexpr int kHeldRows = 65, kInboxBytes = kHeldRows * (kHeadDim * 4 + 8);
-    static constexpr int kAfterRingBytes = kInboxBytes > kQueryBytes ? kInboxBytes : kQueryBytes;
+    static constexpr int kMoreInCluster = kInboxBytes > kQueryBytes ? kInboxBytes - kQueryBytes : 0;
     // After the last tile the ring holds what the warpgroups give each other, a stage for the sums of each and one for
     // the rest, and the block's own rows for the join.
     static constexpr int kStatsStage = kWarpgroups, kOwnStage = kStatsStage + 1;
-    static_assert(kHeadDim / 8 * 128 * 8 <= kStageBytes && kOwnStage < kStages, "one stage holds what is given");
+    static_assert(kHeadDim / 8 * 128 * 8 <= kStageBytes && kOwnStage < kStagesBesideJoin &&
+                      kStagesBesideJoin <= kStages,
+                  "one stage holds what is given");
 
     static __device__ __forceinline__ int piece_offset(int key, int chunk) {
         return chunk / 8 * kPartBytes + key * 128 + (chunk % 8 ^ key % 8) * 16;
     }
 
-    static constexpr int shared_bytes(int) { return kStages * kStageBytes + kAfterRingBytes + kAlignment - 16; }
+    static constexpr int shared_bytes(int stages) { return stages * kStageBytes + kQueryBytes + kAlignment - 16; }
 };
 
 // Which key tiles the splits of a row tile take. The copy engine fetches the whole ones, which the splits deal out in
@@ -85,6 +91,26 @@ struct TileShares {
     }
 };
 
+// The usual case, in few instructions, since the first fetch waits for them: whether rows of the tile exist, see the
+// whole context, and all whole tiles are `end` ones of it, enough for every split; `edges` follow. TileShares says the
+// same of it.
+template <typename Shape>
+__device__ __forceinline__ bool all_context_is_seen(const AttentionArgs& args, int request, int& end, int& edges) {
+    const int context = args.index(args.context_lengths, request);
+    int queries = args.block_size, cached = context, total = context;
+    if (args.block_size == 0) {
+        queries = args.index(args.query_starts, request + 1) - args.index(args.query_starts, request);
+        total += queries;
+        if (!args.settled) cached = total;
+    } else {
+        total += args.block_lengths ? args.index(args.block_lengths, request) : queries;
+    }
+    end = context / Shape::kKeys;
+    edges = (total + Shape::kKeys - 1) / Shape::kKeys - end;
+    return args.window_left < 0 && queries > 0 && end >= kMinTilesPerSplit * args.splits &&
+           cached / Shape::kKeys == end;
+}
+
 // The warp that fetches whole tiles, K and V of each on barriers of their own: lane i the i-th part of either.
 template <typename Shape>
 struct TileFetcher {
@@ -95,22 +121,22 @@ struct TileFetcher {
     const uint64_t policy = evict_first_policy();
     int column, group;  // where this lane's part begins in a row; with which key group of a tile
     bool copies;
-    uint32_t target;  // of this lane's part of a stage
-    int rows;         // cache row of key group lane % kGroups of the lane / kGroups-th tile of a batch
+    uint32_t target;      // of this lane's part of a stage
+    int rows = 0;         // cache row of key group lane % kGroups of the lane / kGroups-th tile of a batch
+    int tile, step, end;  // the next tile; the split takes every step-th below `end`
+    int stages;           // of the ring
 
-    // Reads the pages of the split's first tiles under the assumption that all splits have work and that the first key
-    // is in sight: beside the lengths, not after them.
     __device__ __forceinline__ TileFetcher(const AttentionArgs& args, int request, int split, int kv_head,
                                            uint32_t ring)
         : args(args), request(request), split(split), kv_head(kv_head), lane(threadIdx.x % 32) {
-        const int page = page_from(split, args.splits, args.pages_per_request);
         // The halves of a row follow each other: they are neighbours in memory.
         column = lane % kHalves * 64;
         group = lane / kHalves << (args.copy_shift - 4);
         copies = group < kGroups;
         group = min(group, kGroups - 1);
         target = ring + lane % kHalves * Shape::kPartBytes + group * (16 * 128);
-        rows = row_of(page, split, args.splits);
+        tile = split, step = args.splits, end = 0;
+        find_tiles();
     }
 
     __device__ __forceinline__ int key_of(int first, int step) const {
@@ -128,50 +154,58 @@ struct TileFetcher {
         return (page - args.page_of(key)) * args.page_tokens + key;
     }
 
-    // Fetches tiles `tile`, tile + step, … below `end`.
-    __device__ __forceinline__ void run(int tile, int step, int end, uint32_t full, uint32_t empty) {
+    // Waits for the launch in front, unless what it reads is settled; says which tiles the split has. Reads the pages
+    // of the first ones under the assumption that all splits have work and that the first key is in sight: beside the
+    // lengths, not after them.
+    __device__ __forceinline__ void find_tiles() {
+        const int entry = args.page_of(key_of(split, args.splits));
+        const void* address = args.page_address(request, entry);
+        asm volatile("" : "+l"(address));  // before the wait
+        if (!args.settled) wait_for_launch_in_front();
+        const int page = entry < args.pages_per_request ? *static_cast<const int*>(address) : 0;
+        rows = row_of(page, split, args.splits);
+        int edges;
+        stages = args.stages;
+        if (all_context_is_seen<Shape>(args, request, end, edges)) {
+            if (split == args.splits - 1) stages -= min(edges, Shape::kLentStages);
+            return;
+        }
+        const Extent extent(args, request, 0, Shape::kRows);
+        const TileShares shares(extent, args.splits, Shape::kKeys, args.settled);
+        tile = shares.whole_begin + split, step = shares.active;
+        end = extent.rows > 0 && split < shares.active ? shares.whole_end : 0;
+        stages -= min(shares.edges(split), Shape::kLentStages);
+        if (tile < end && (tile != split || step != args.splits))
+            rows = row_of(page_from(tile, step, args.page_of(end * Shape::kKeys - 1) + 1), tile, step);
+    }
+
+    // Fetches the split's tiles.
+    __device__ __forceinline__ void run(uint32_t full, uint32_t empty) {
         const int end_page = args.page_of(max(end * Shape::kKeys - 1, 0)) + 1;
-        const int ahead = end - tile >= Shape::kLongShare * step ? Shape::kAheadLong : Shape::kAhead;
-        if (tile != split || step != args.splits) rows = row_of(page_from(tile, step, end_page), tile, step);
+        const int ahead = end - tile >= kLongShare * step ? Shape::kAheadLong : Shape::kAhead;
         int next_page = 0, stage = 0, turn = 0, landed_stage = 0, landed_turn = 0;
 #pragma unroll 1
         for (int i = 0; tile < end; ++i, tile += step) {
             if (i % kBatch == 0 && i > 0) rows = row_of(next_page, tile, step);
             const int row = __shfl_sync(0xffffffffu, rows, i % kBatch * kGroups + group);
-            const bool lent = stage >= Shape::kStages - Shape::kLentStages;
-            if (lent || turn > 0) wait_for_phase(empty + stage * 8, lent ? turn & 1 : (turn - 1) & 1);
 #pragma unroll
             for (int values = 0; values < 2; ++values) {
+                const uint32_t slot = (stage * 2 + values) * 8;
+                if (turn > 0) wait_for_phase(empty + slot, (turn - 1) & 1);
                 if (i >= ahead) wait_for_phase(full + (landed_stage * 2 + values) * 8, landed_turn & 1);
-                const uint32_t barrier = full + (stage * 2 + values) * 8;
-                if (lane == 0) expect_bytes(barrier, Shape::kStageBytes / 2);
+                if (lane == 0) expect_bytes(full + slot, Shape::kStageBytes / 2);
                 __syncwarp();
                 if (copies)
                     copy_box(target + stage * Shape::kStageBytes + values * Shape::kValueOffset,
-                             values ? &args.v_map : &args.k_map, column, kv_head, row, barrier, policy);
+                             values ? &args.v_map : &args.k_map, column, kv_head, row, full + slot, policy);
             }
             // The next batch's pages are on their way.
             if (i % kBatch == 0) next_page = page_from(tile + kBatch * step, step, end_page);
-            if (i >= ahead && ++landed_stage == Shape::kStages) landed_stage = 0, ++landed_turn;
-            if (++stage == Shape::kStages) stage = 0, ++turn;
+            if (i >= ahead && ++landed_stage == stages) landed_stage = 0, ++landed_turn;
+            if (++stage == stages) stage = 0, ++turn;
         }
     }
 };
-
-// The usual case, in few instructions, since the first fetch waits for them: whether rows of the tile exist, see the
-// whole context, and all whole tiles are `end` ones of it, enough for every split. TileShares says the same of it.
-template <typename Shape>
-__device__ __forceinline__ bool all_context_is_seen(const AttentionArgs& args, int request, int row_tile, int& end) {
-    const int context = args.index(args.context_lengths, request);
-    int queries = args.block_size, cached = context;
-    if (args.block_size == 0) {
-        queries = args.index(args.query_starts, request + 1) - args.index(args.query_starts, request);
-        if (!args.settled) cached += queries;
-    }
-    end = context / Shape::kKeys;
-    return args.window_left < 0 && row_tile * Shape::kRows < queries * args.group &&
-           end >= kMinTilesPerSplit * args.splits && cached / Shape::kKeys == end;
-}
 
 // Copies the keys of one tile that exist and are in sight, by the threads of both warpgroups; zeros elsewhere.
 template <typename Shape>
@@ -221,21 +255,20 @@ __device__ __forceinline__ RowSums<Shape> meet_other_warpgroup(const RowAccumula
 }
 
 template <typename Shape>
-__global__ void __launch_bounds__(Shape::kLaunchThreads, 1)
-    hopper_alone_kernel(const __grid_constant__ AttentionArgs args) {
+__global__ void __maxnreg__(Shape::kStartRegisters) hopper_alone_kernel(const __grid_constant__ AttentionArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    constexpr int kStages = Shape::kStages;
     extern __shared__ char unaligned[];
     __shared__ int row_low[Shape::kRows], row_high[Shape::kRows];
-    __shared__ alignas(8) uint64_t barriers[3 * kStages + 1];
-    const uint32_t full = shared_address(barriers), empty = full + kStages * 16, arrived = empty + kStages * 8;
+    __shared__ alignas(8) uint64_t barriers[4 * Shape::kStages + 1];
+    const uint32_t full = shared_address(barriers), empty = full + Shape::kStages * 16;
+    const uint32_t arrived = empty + Shape::kStages * 16;
     const uint32_t misalignment = shared_address(unaligned) % Shape::kAlignment;
     char* shared = unaligned + (misalignment ? Shape::kAlignment - misalignment : 0);
     const uint32_t ring = shared_address(shared);
-    char* after_ring = shared + kStages * Shape::kStageBytes;
+    char* after_ring = shared + args.stages * Shape::kStageBytes;
     const int kv_head = blockIdx.x, request = blockIdx.z;
-    const int split = blockIdx.y % args.splits;
-    const int row_tile = args.row_tiles - 1 - static_cast<int>(blockIdx.y) / args.splits;
+    const int split = blockIdx.y;
+    constexpr int row_tile = 0;
     // The next launch is set up early: its blocks find room as ours leave. One that joins our splits reads lengths at
     // once: for it we first wait until nobody writes them any more.
     const bool joined_by_launch = args.splits > 1 && !args.join_in_cluster;
@@ -248,26 +281,16 @@ __global__ void __launch_bounds__(Shape::kLaunchThreads, 1)
         if (threadIdx.x == Shape::kThreads) {
             prefetch_map(&args.k_map);
             prefetch_map(&args.v_map);
-            for (int stage = 0; stage < kStages; ++stage) {
-                start_barrier(full + stage * 16, 1);
-                start_barrier(full + stage * 16 + 8, 1);
-                start_barrier(empty + stage * 8, Shape::kReturningWarps);
+            for (int half = 0; half < 2 * args.stages; ++half) {
+                start_barrier(full + half * 8, 1);
+                start_barrier(empty + half * 8, Shape::kReturningWarps);
             }
             start_barrier(arrived, 1);
             publish_barriers();
         }
         __syncwarp();
         arrive_at_named_barrier<Shape::kThreads + 32>(2);
-        if (!args.settled) wait_for_launch_in_front();
-        TileFetcher<Shape> fetcher(args, request, split, kv_head, ring);
-        int tile = split, step = args.splits, end;
-        if (!all_context_is_seen<Shape>(args, request, row_tile, end)) {
-            const Extent extent(args, request, row_tile, Shape::kRows);
-            const TileShares shares(extent, args.splits, Shape::kKeys, args.settled);
-            if (extent.rows <= 0 || split >= shares.active) return;
-            tile = shares.whole_begin + split, step = shares.active, end = shares.whole_end;
-        }
-        fetcher.run(tile, step, end, full, empty);
+        TileFetcher<Shape>(args, request, split, kv_head, ring).run(full, empty);
     } else {
         // Queries and new keys may come from the launch in front, whatever is settled; and nobody leaves early, since
         // this launch must be complete only after that one.
@@ -299,8 +322,8 @@ __global__ void __launch_bounds__(Shape::kLaunchThreads, 1)
             rows.load_queries(shared_address(after_ring));
 
             // The edges are copied now and looked at after the first whole tiles, by both warpgroups.
-            const int edges = shares.edges(split), lent = min(edges, Shape::kLentStages);
-            const auto lent_stage = [](int edge) { return kStages - 1 - edge % Shape::kLentStages; };
+            const int edges = shares.edges(split), lent = min(edges, Shape::kLentStages), stages = args.stages - lent;
+            const auto lent_stage = [&](int edge) { return stages + edge % Shape::kLentStages; };
             const auto copy_edge = [&](int edge) {
                 copy_edge_tile<Shape>(args, extent, request, kv_head, shares.edge(edge),
                                       ring + lent_stage(edge) * Shape::kStageBytes);
@@ -308,12 +331,6 @@ __global__ void __launch_bounds__(Shape::kLaunchThreads, 1)
             };
 #pragma unroll 1
             for (int edge = 0; edge < lent; ++edge) copy_edge(edge);
-            const auto return_stages = [&](int first, int end) {
-                if (warpgroup == 0 && rows.lane == 0)
-#pragma unroll 1
-                    for (int edge = first; edge < end; ++edge) arrive(empty + lent_stage(edge) * 8);
-            };
-            return_stages(lent, Shape::kLentStages);
             bool announced = !joins;
             const auto announce = [&] {  // the queries are in registers: messages may take their place
                 if (!announced) arrive_in_cluster_relaxed();
@@ -324,28 +341,32 @@ __global__ void __launch_bounds__(Shape::kLaunchThreads, 1)
             // cache.
             const int first = shares.whole_begin + split;
             const int whole = max(0, shares.whole_end - first + shares.active - 1) / shares.active;
-            int index = warpgroup;
+            const int before_edges =
+                args.stages < Shape::kStages ? Shape::kTilesBeforeEdgesBesideJoin : Shape::kTilesBeforeEdges;
+            const int last_stage = max(0, whole - 1) % stages, last_parity = max(0, whole - 1) / stages & 1;
+            int index = warpgroup, stage = warpgroup, parity = 0;
 #pragma unroll 1
             for (int round = 0; round < 2; ++round) {
-                const int end = round == 0 ? min(whole - 1, Shape::kWarpgroups) : whole - 1;
+                const int end = round == 0 ? min(whole - 1, before_edges) : whole - 1;
 #pragma unroll 1
                 for (; index < end; index += Shape::kWarpgroups) {
-                    const int stage = index % kStages, parity = index / kStages & 1;
                     wait_for_phase(full + stage * 16, parity);
                     rows.template attend<Shape::kKeys>(args, extent, row_low, row_high,
                                                        ring + stage * Shape::kStageBytes,
-                                                       (first + index * shares.active) * Shape::kKeys,
-                                                       [&] { wait_for_phase(full + stage * 16 + 8, parity); });
-                    if (rows.lane == 0) arrive(empty + stage * 8);
+                                                       (first + index * shares.active) * Shape::kKeys, [&] {
+                                                           if (rows.lane == 0) arrive(empty + stage * 16);
+                                                           wait_for_phase(full + stage * 16 + 8, parity);
+                                                       });
+                    if (rows.lane == 0) arrive(empty + stage * 16 + 8);
+                    if ((stage += Shape::kWarpgroups) >= stages) stage -= stages, parity ^= 1;
                     announce();
                 }
                 const bool edge = round == 0;
                 const int together = edge ? edges : min(whole, 1);
 #pragma unroll 1
                 for (int i = 0; i < together; ++i) {
-                    const int stage = edge ? lent_stage(i) : (whole - 1) % kStages;
-                    const int parity = (whole - 1) / kStages & 1;
-                    if (!edge) wait_for_phase(full + stage * 16, parity);
+                    const int stage = edge ? lent_stage(i) : last_stage;
+                    if (!edge) wait_for_phase(full + stage * 16, last_parity);
                     if (edge && i >= Shape::kLentStages) {
                         named_barrier<Shape::kThreads>(1);  // everybody is done with the stage
                         copy_edge(i);
@@ -360,13 +381,9 @@ __global__ void __launch_bounds__(Shape::kLaunchThreads, 1)
                     rows.template attend<kKeys>(args, extent, row_low, row_high,
                                                 ring + stage * Shape::kStageBytes + warpgroup * kKeys * 128,
                                                 tile * Shape::kKeys + warpgroup * kKeys, [&] {
-                                                    if (!edge) wait_for_phase(full + stage * 16 + 8, parity);
+                                                    if (!edge) wait_for_phase(full + stage * 16 + 8, last_parity);
                                                 });
                     announce();
-                }
-                if (edge && edges > 0) {
-                    named_barrier<Shape::kThreads>(1);
-                    return_stages(0, lent);
                 }
             }
             announce();

@@ -19,6 +19,9 @@ constexpr AttentionVariant variant() {
             Shape::kThreads <= 128 ? 2 : 1,
             1,
             0,
+            0,
+            5,
+            0,
             false,
             [](int stages) { return Shape::shared_bytes(stages); },
             attention_kernel<Shape>};

@@ -42,7 +42,7 @@ int resident_clusters(int device, const AttentionVariant& variant, int shared_by
     const auto key = std::make_tuple(device, &variant, shared_bytes, splits);
     const auto found = known.find(key);
     if (found != known.end()) return found->second;
-    const Launch launch(variant, shared_bytes, dim3(1, splits, 1), splits);
+    const Launch launch(variant, shared_bytes, shared_bytes, dim3(1, splits, 1), splits);
     int clusters = 0;
     if (cudaOccupancyMaxActiveClusters(&clusters, variant.kernel, &launch.config) != cudaSuccess) {
         cudaGetLastError();  // this size does not exist on this device
@@ -105,6 +105,41 @@ Choice choose_alone(const AttentionVariant* variant, int device, int shared_byte
     return best;
 }
 
+constexpr int kReserve = 1024;  // shared memory that the driver keeps of every block
+
+// As many warps per row as find room at the same time, one block per multiprocessor if that is enough. The blocks start
+// while those in front still end, and the few multiprocessors that are free first would take most of them: so each asks
+// for as much shared memory as spreads them.
+Join choose_join(const dflash_attention_params& p, int splits, int64_t rows, int shared_of_sm, int shared_of_block) {
+    constexpr int kMostPerMultiprocessor = 4, kColumns = 128, kLanes = 32;
+    const auto row_blocks = [&](int warps) { return static_cast<int>((rows * warps + kJoinWarps - 1) / kJoinWarps); };
+    const auto blocks = [&](int warps) { return int64_t(row_blocks(warps)) * p.num_kv_heads * p.batch; };
+    Join join = {};
+    // With fewer warps than kJoinWarps a lane holds the statistics of one split.
+    join.row_warps = splits > kLanes ? kJoinWarps : 1;
+    while (join.row_warps < kJoinWarps && 2 * join.row_warps <= splits &&
+           blocks(2 * join.row_warps) <= multiprocessor_count())
+        join.row_warps *= 2;
+    join.row_blocks = row_blocks(join.row_warps);
+    join.blocks = blocks(join.row_warps);
+    join.least_bytes = kJoinWarps * ((splits + join.row_warps - 1) / join.row_warps) * kColumns * 4;
+    join.shared_limit = shared_of_block - kReserve;
+    const int64_t each = (join.blocks + multiprocessor_count() - 1) / multiprocessor_count();
+    const int share = each > kMostPerMultiprocessor ? 0 : shared_of_sm / static_cast<int>(each) - kReserve;
+    join.shared_bytes = std::max(join.least_bytes, std::min(join.shared_limit, share));
+    return join;
+}
+
+// A launch leaves `left` bytes of each multiprocessor, but `free` of them altogether: whether the blocks that join its
+// splits can wait beside it, one each. Then `join` becomes such a launch.
+bool fits_beside(Join& join, int left, int free, int shared_of_sm) {
+    if (join.blocks > multiprocessor_count() || left - kReserve < join.least_bytes) return false;
+    join.shared_bytes = left - kReserve;
+    // Blocks are sent where most room is. On a free multiprocessor all but one only hold their place.
+    join.spare_blocks = free * (shared_of_sm / left - 1);
+    return true;
+}
+
 }  // namespace
 
 int32_t make_plan(const dflash_attention_params& p, Plan& plan) {
@@ -122,7 +157,7 @@ int32_t make_plan(const dflash_attention_params& p, Plan& plan) {
 
     // 4 KB cover the static shared memory of a block and the driver's reserve.
     auto stages_within = [](const AttentionVariant& of, int bytes) {
-        int stages = 5;
+        int stages = of.most_stages;
         while (stages > 2 && of.shared_bytes(stages) > bytes - 4096) --stages;
         return stages;
     };
@@ -137,7 +172,7 @@ int32_t make_plan(const dflash_attention_params& p, Plan& plan) {
     const int most_splits = p.max_splits > 0 ? p.max_splits : kMaxSplits;
     // Two blocks per multiprocessor, so that one streams while the other starts or ends.
     plan.stages = stages_within(*variant, shared_of_sm / 2);
-    plan.shared_bytes = variant->shared_bytes(plan.stages);
+    plan.shared_bytes = plan.shared_limit = variant->shared_bytes(plan.stages);
     if (plan.shared_bytes + 2048 > shared_of_block)
         return fail(DFLASH_UNSUPPORTED, "attention: head_dim %d needs %d bytes of shared memory, the device has %d",
                     p.head_dim, plan.shared_bytes + 2048, shared_of_block);
@@ -145,9 +180,10 @@ int32_t make_plan(const dflash_attention_params& p, Plan& plan) {
     const bool two = variant->blocks_per_multiprocessor == 2 && plan.shared_bytes + 4096 <= shared_of_sm / 2;
     plan.row_tiles = static_cast<int>((rows + variant->rows - 1) / variant->rows);
     const int64_t blocks = static_cast<int64_t>(p.batch) * p.num_kv_heads * plan.row_tiles;
-    // Joining takes one block per row, in the grid's second dimension.
+    // Joining takes up to a block per row.
+    const bool can_join = rows * p.num_kv_heads * p.batch <= INT32_MAX;
     const int limit =
-        std::max(1, std::min({tiles / kMinTilesPerSplit, rows <= 65535 ? most_splits : 1, 65535 / plan.row_tiles}));
+        std::max(1, std::min({tiles / kMinTilesPerSplit, can_join ? most_splits : 1, 65535 / plan.row_tiles}));
     Choice choice = choose_splits(variant, blocks, int64_t(multiprocessor_count()) * (two ? 2 : 1), tiles, limit);
     if (p.max_splits > 1) {
         choice.splits = limit;
@@ -155,22 +191,34 @@ int32_t make_plan(const dflash_attention_params& p, Plan& plan) {
     } else if (const AttentionVariant* alone =
                    major == 9 ? smallest_holding(attention_variants_hopper_alone(), p, static_cast<int>(rows))
                               : nullptr) {
-        const int stages = stages_within(*alone, shared_of_sm), shared_bytes = alone->shared_bytes(stages);
+        const int shared_bytes = alone->shared_bytes(alone->most_stages) + alone->more_in_cluster;
         const int alone_tiles = tiles_of(*alone);
-        if (alone->rows >= rows && shared_bytes + 1024 <= shared_of_block) {
+        if (alone->rows >= rows && plan.row_tiles == 1 && shared_bytes + 1024 <= shared_of_block) {
             const int most = std::max(1, std::min(alone_tiles / kMinTilesPerSplit, most_splits));
             const Choice by_engine =
                 choose_alone(alone, device, shared_bytes, blocks, static_cast<int>(rows), alone_tiles, most);
             if (by_engine.cost < choice.cost) {
                 choice = by_engine;
-                plan.stages = stages;
-                plan.shared_bytes = shared_bytes;
+                plan.stages = alone->most_stages;
+                plan.shared_bytes = plan.shared_limit = shared_bytes;
             }
         }
     }
     plan.variant = choice.variant;
     plan.splits = choice.splits;
     plan.join_in_cluster = choice.in_cluster;
+    plan.join = {};
+    if (plan.splits > 1 && !plan.join_in_cluster) {
+        plan.join = choose_join(p, plan.splits, rows, shared_of_sm, shared_of_block);
+        const AttentionVariant& chosen = *plan.variant;
+        const int beside = chosen.stages_beside_join, bytes = chosen.shared_bytes(beside);
+        const int free = multiprocessor_count() - static_cast<int>(blocks) * plan.splits;
+        if (beside > 0 && tiles_of(chosen) < kLongShare * plan.splits &&
+            fits_beside(plan.join, shared_of_sm - bytes - 2 * kReserve, free, shared_of_sm)) {
+            plan.stages = beside;
+            plan.shared_bytes = bytes;
+        }
+    }
     const int64_t partial_rows =
         plan.splits > 1 && !plan.join_in_cluster ? blocks * plan.splits * plan.variant->rows : 0;
     plan.partial_floats = partial_rows * p.head_dim;

@@ -15,6 +15,7 @@ struct AttentionArgs;
 // multiprocessor form clusters of up to 16.
 constexpr int kPairSplits = 2;
 constexpr int kMaxClusterSplits = 16;
+constexpr int kLongShare = 64;  // key tiles of a split that is worth all of a multiprocessor
 
 struct AttentionVariant {
     int dtype, kv_dtype, head_dim;
@@ -22,9 +23,12 @@ struct AttentionVariant {
     int keys;  // keys of one tile
     int threads;
     int blocks_per_multiprocessor;
-    int cluster_limit;  // splits that can be one thread block cluster; 1: none
-    int held_rows;      // partial rows of other blocks of the cluster that a block has room for; 0: it needs none
-    bool tensor_maps;   // reads the caches through AttentionArgs::k_map and v_map
+    int cluster_limit;    // splits that can be one thread block cluster; 1: none
+    int held_rows;        // partial rows of other blocks of the cluster that a block has room for; 0: it needs none
+    int more_in_cluster;  // bytes of shared memory for them
+    int most_stages;
+    int stages_beside_join;  // with which a block leaves room for one of the launch that joins splits; 0: it does not
+    bool tensor_maps;        // reads the caches through AttentionArgs::k_map and v_map
     int (*shared_bytes)(int stages);
     void (*kernel)(AttentionArgs);
 };

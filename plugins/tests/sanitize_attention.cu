@@ -108,15 +108,17 @@ void run(const Case& c) {
 
 // With a number: that many of the cases, since racecheck takes seconds for each.
 int main(int count, char** arguments) {
+    std::setvbuf(stdout, nullptr, _IOLBF, 0);
     int left = count > 1 ? std::atoi(arguments[1]) : 1000;
     const auto next = [&](const Case& c) {
         if (left-- > 0) run(c);
     };
-    // Clusters of many sizes, with whole tiles only and with ends, with blocks that have no keys, and none at all; row
-    // tiles in waves.
+    // Splits that a second launch joins, which waits beside them; two ends of tiles. Clusters of many sizes, with whole
+    // tiles only and with ends, with blocks that have no keys, and none at all; row tiles in waves.
     for (bool settled : {true, false})
         for (int queries : {8, 16}) {
             next({128, 8, 4, 32, true, settled, queries, -1, {2048}});
+            next({128, 8, 4, 32, true, settled, queries, -1, {4090}});
             next({128, 8, 4, 64, true, settled, queries, -1, {1024, 130}});
             next({128, 8, 4, 32, false, settled, queries, -1, {515, 7, 300}});
             next({128, 8, 4, 16, false, settled, queries, -1, {2001}});

@@ -367,7 +367,7 @@ def test_one_graph_serves_growing_contexts() -> None:
 
 @pytest.mark.parametrize("batch", [1, 3, 4, 8, 16])
 @pytest.mark.parametrize("page_tokens", [16, 32, 64, 96])
-@pytest.mark.parametrize("context", [4096, 4001, 600])
+@pytest.mark.parametrize("context", [4096, 4090, 4001, 600])
 @pytest.mark.parametrize("block", [8, 16])
 def test_one_wave_of_splits(batch: int, page_tokens: int, context: int, block: int) -> None:
     """Batches whose splits fill the device once, joined in clusters (short contexts: large ones) or by a second launch;
@@ -425,6 +425,38 @@ def test_a_settled_context_waits_for_queries_and_new_rows() -> None:
         found = out.clone()
         run(apart=True)
         assert torch.equal(found, out)
+
+
+@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("contexts", [(16384,), (16381,), (8192, 8100), (700,), (1000,) * 20])
+def test_calls_behind_one_another(contexts: tuple[int, ...], settled: bool) -> None:
+    """Each call's queries are the last one's results: launches that overlap, and blocks that wait beside others, give
+    what calls alone give."""
+    from trtllm_dflash.ops import cuda_attention
+
+    batch = len(contexts)
+    problem = Problem.draw(replace(BLOCK, contexts=contexts, queries=(16,) * batch, block=16, kv_heads=8))
+    lengths = torch.tensor(contexts, device="cuda")
+    caches = (problem.k_block, problem.v_block, problem.k_cache, problem.v_cache, problem.page_table)
+
+    def run(*, apart: bool) -> Tensor:
+        rows = problem.q
+        for _ in range(5):
+            rows = cuda_attention.block_attention(
+                rows, *caches, lengths, None, 16, scale=problem.scale, context_settled=settled
+            )
+            if apart:
+                torch.cuda.synchronize()
+        return rows
+
+    expected = run(apart=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run(apart=False)
+    for _ in range(20):
+        found.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(found, expected)
 
 
 def test_unsupported_shapes_are_refused_by_name() -> None:
