@@ -24,7 +24,7 @@ __device__ __forceinline__ float warp_max(float x) {
 // kRowWarps warps per query row: they take turns over the row's splits, four dimensions per lane. All parts of a row
 // are on their way at the same time, to shared memory: they would not fit the registers that an attention block leaves.
 template <typename T, int kRowWarps>
-__global__ void __launch_bounds__(32 * kJoinWarps, 8)
+__global__ void __launch_bounds__(32 * kJoinWarps, 6)
     combine_splits(const __grid_constant__ AttentionArgs args, int tile_rows, int tile_keys, int row_blocks,
                    int spare_blocks) {
     constexpr int kHeld = kRowWarps == 4 ? kMaxSplits / 32 : 1;
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(32 * kJoinWarps, 8)
         float4 value = make_float4(0, 0, 0, 0);
 #pragma unroll
         for (int i = 0; i < kHeld; ++i) {
-#pragma unroll 4
+#pragma unroll 8
             for (int part = i * (32 / kRowWarps); part < min(own_parts, (i + 1) * (32 / kRowWarps)); ++part) {
                 const float weight = __shfl_sync(0xffffffffu, weights[i], (part * kRowWarps + warp) % 32);
                 const float4 theirs = mine[part * 32];

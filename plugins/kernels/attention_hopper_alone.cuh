@@ -49,11 +49,13 @@ struct AloneShape {
     static constexpr int kHeldRows = 65, kInboxBytes = kHeldRows * (kHeadDim * 4 + 8);
     static constexpr int kMoreInCluster = kInboxBytes > kQueryBytes ? kInboxBytes - kQueryBytes : 0;
     // After the last tile the ring holds what the warpgroups give each other, a stage for the sums of each and one for
-    // the rest, and the block's own rows for the join.
+    // the rest, and the block's own rows for the join, or what the warps write them through.
     static constexpr int kStatsStage = kWarpgroups, kOwnStage = kStatsStage + 1;
     static_assert(kHeadDim / 8 * 128 * 8 <= kStageBytes && kOwnStage < kStagesBesideJoin &&
                       kStagesBesideJoin <= kStages,
                   "one stage holds what is given");
+    static_assert(4 * kWarpgroups * 8 * (kHeadDim + 8) * 4 <= (kStagesBesideJoin - kOwnStage) * kStageBytes,
+                  "rows are written through the last stages");
 
     static __device__ __forceinline__ int piece_offset(int key, int chunk) {
         return chunk / 8 * kPartBytes + key * 128 + (chunk % 8 ^ key % 8) * 16;
@@ -391,14 +393,17 @@ __global__ void __maxnreg__(Shape::kStartRegisters) hopper_alone_kernel(const __
             if (joins) {
                 wait_for_cluster();
                 if (rows.warp_has_rows) inbox.send_row(sums, extent);
+            } else if (shares.active > 1) {
+                const int first_row = sums.row - rows.lane / 4;  // of the warp
+                const int64_t row =
+                    first_partial_row(args, request, kv_head, row_tile, split, Shape::kRows) + first_row;
+                char* room =
+                    shared + Shape::kOwnStage * Shape::kStageBytes + threadIdx.x / 32 * RowSums<Shape>::kRoomBytes;
+                if (rows.warp_has_rows)
+                    sums.write_partial_rows(extent.rows - first_row, args.partial_out + row * Shape::kHeadDim,
+                                            args.partial_stats + row, reinterpret_cast<float*>(room));
             } else if (sums.row < extent.rows) {
-                if (shares.active > 1) {
-                    const int64_t row =
-                        first_partial_row(args, request, kv_head, row_tile, split, Shape::kRows) + sums.row;
-                    sums.write_partial(args.partial_out + row * Shape::kHeadDim, args.partial_stats + row);
-                } else {
-                    sums.write_result(args, extent, kv_head);
-                }
+                sums.write_result(args, extent, kv_head);
             }
         } else {
             arrive_in_cluster_relaxed();

@@ -10,7 +10,7 @@ namespace dflash {
 template <typename Shape>
 struct RowSums {
     using T = typename Shape::T;
-    static constexpr int kTiles = Shape::kHeadDim / 8;
+    static constexpr int kHeadDim = Shape::kHeadDim, kTiles = kHeadDim / 8;
 
     int row;  // of the tile
     float reference, total;
@@ -38,6 +38,26 @@ struct RowSums {
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) *reinterpret_cast<float2*>(target + n * 8 + threadIdx.x % 4 * 2) = values[n];
         if (threadIdx.x % 4 == 0) *stats = make_float2(reference, total);
+    }
+
+    // As write_partial, of a whole warp: eight rows from the one at `target` on, of which `rows` exist, go through
+    // `room` in shared memory and leave it one after the other. A store of everybody's own values touches all eight.
+    static constexpr int kRoomPitch = kHeadDim + 8, kRoomBytes = 8 * kRoomPitch * 4;
+    __device__ __forceinline__ void write_partial_rows(int rows, float* target, float2* stats, float* room) const {
+        constexpr int kLanes = kHeadDim / 4;  // of a row
+        const int lane = threadIdx.x % 32, own = lane / 4;
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n)
+            *reinterpret_cast<float2*>(room + own * kRoomPitch + n * 8 + lane % 4 * 2) = values[n];
+        if (lane % 4 == 0 && own < rows) stats[own] = make_float2(reference, total);
+        __syncwarp();
+#pragma unroll
+        for (int first = 0; first < 8; first += 32 / kLanes) {
+            const int row = first + lane / kLanes, column = lane % kLanes * 4;
+            if (row < rows)
+                *reinterpret_cast<float4*>(target + row * kHeadDim + column) =
+                    *reinterpret_cast<const float4*>(room + row * kRoomPitch + column);
+        }
     }
 
     // Four neighbouring values each: lane pairs hold four of two 8-column tiles each and swap, so that each lane has
