@@ -127,7 +127,7 @@ class GpuCycle:
         )
 
     def _adaptive(self) -> Figures:
-        concurrencies, tokens, repeats = ((1, 4), 16, 1) if self._small else ((1, 8, 32, 128, 256), 512, 5)
+        concurrencies, tokens, repeats = ((1, 4), 16, 1) if self._small else ((1, 8, 32, 128, 256), 512, 7)
         return adaptive_figures(
             self._engines("bfloat16"),
             self._prompts,

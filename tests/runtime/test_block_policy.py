@@ -77,6 +77,18 @@ def test_the_host_is_as_busy_as_the_batch_is_large() -> None:
     assert policy.choose(127, 8) == 8, "the same power of two"
 
 
+@pytest.mark.parametrize(("advantage", "chosen"), [(1.02, 8), (1.05, 4)])
+def test_a_smaller_block_must_be_clearly_better(advantage: float, chosen: int) -> None:
+    """Times of a few cycles are no more exact than that, and with the whole block nothing is lost against always."""
+    known = BlockSizePolicy(TABLE, 8)
+    _teach(known, 0.7)
+    expected = known.expected_tokens()
+    seconds = {1: 1.0, 2: 1.0, 4: 1.0, 8: advantage * expected[7] / expected[3]}
+    policy = BlockSizePolicy(CycleTable({(1, size): seconds[size] for size in SIZES}), 8)
+    _teach(policy, 0.7)
+    assert policy.choose(1, 8) == chosen
+
+
 def test_the_whole_block_where_rows_are_free() -> None:
     policy = BlockSizePolicy(TABLE, 8)
     _teach(policy, 0.9)

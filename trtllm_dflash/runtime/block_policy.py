@@ -20,6 +20,8 @@ _PRIOR, _PRIOR_WEIGHT = 0.7, 8.0
 _MEMORY = 4000.0
 # One cycle in this many tries the next larger block size, so that a change for the better is noticed.
 _EXPLORE_EVERY = 128
+# By how much a smaller block must look better than the largest: cycle times and acceptance are known no better.
+_MARGIN = 1.03
 # Weight of the newest turn in the host's mean time, once there are enough of them.
 _NEWEST = 0.05
 
@@ -91,17 +93,17 @@ class BlockSizePolicy:
         if batch not in self._device_s:
             self._device_s[batch] = [self._table.at(batch, size) for size in self._sizes]
         expected, host_s = self.expected_tokens(), self._host_s.get(batch.bit_length(), 0.0)
-        best, best_rate, larger = 1, 0.0, 0
-        for size, device_s in zip(self._sizes, self._device_s[batch], strict=True):
-            if size > useful:
-                break
-            rate = expected[size - 1] / max(device_s, host_s)
-            if rate > best_rate:
-                best, best_rate, larger = size, rate, 0
-            elif not larger:
-                larger = size
-        explores = larger > 0 and self._cycles % _EXPLORE_EVERY == 0
-        return larger if explores else best
+        rates = [
+            (expected[size - 1] / max(device_s, host_s), size)
+            for size, device_s in zip(self._sizes, self._device_s[batch], strict=True)
+            if size <= useful
+        ]
+        best_rate, best = max(rates)
+        largest_rate, largest = rates[-1]
+        if best_rate < _MARGIN * largest_rate:
+            best = largest
+        explores = best < largest and self._cycles % _EXPLORE_EVERY == 0
+        return next(size for _, size in rates if size > best) if explores else best
 
     def observe_host(self, batch: int, seconds: float) -> None:
         """Learn from a turn of the loop that launched a cycle of ``batch`` requests and nothing else: what it took the

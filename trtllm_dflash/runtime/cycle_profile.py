@@ -40,7 +40,7 @@ class CycleProfiler:
         block_sizes: Sequence[int],
         *,
         context: int,
-        repeats: int = 5,
+        repeats: int = 11,
         progress: Callable[[int, int], None] | None = None,
     ) -> CycleTable:
         """Median seconds of a greedy cycle for every batch and block size, at about ``context`` cached tokens.

@@ -123,6 +123,8 @@ class Engine:
             self._policy = BlockSizePolicy(self.cycle_table, block_size)
         self._refill = RefillPolicy(built.max_batch_size)
         self._in_flight: deque[LaunchedPass] = deque()
+        self._last_group: list[Request] = []
+        self._last_mode = SamplingMode()
         self._counters = dict.fromkeys(_COUNTERS, 0)
         self._wake = threading.Condition()
         self._closing = False
@@ -228,10 +230,13 @@ class Engine:
         if self._refill.is_open(*self._scheduler.occupancy(), now):
             self._admit()
         running = self._scheduler.running
+        unfilled = [r for r in running if not r.is_prefilled]
         decoding = [r for r in running if r.is_prefilled and r.may_emit]
-        launched = self._prefill([r for r in running if not r.is_prefilled], len(decoding))
-        ready = self._with_pages([r for r in running if r.is_prefilled and r.may_emit])
-        launched += self._launch(ready, lambda request: request, self._launch_cycle)
+        launched = []
+        if unfilled:
+            launched = self._prefill(unfilled, len(decoding))
+            decoding = [r for r in running if r.is_prefilled and r.may_emit]
+        launched += self._launch(self._with_pages(decoding), lambda request: request, self._launch_cycle)
         self._in_flight.extend(launched)
         # With overlap the newest cycle is read a turn later, while the device runs the one after it. A grammar's masks
         # need the result of the cycle before, so with one among the requests nothing is gained by waiting.
@@ -276,15 +281,18 @@ class Engine:
     def _with_pages(self, requests: Sequence[Request]) -> list[Request]:
         """Give every request the pages of its next cycle, in the order of service; leave out who was preempted."""
         added: list[tuple[Request, int]] = []
-        for request in sorted(requests, key=lambda one: one.rank):
+        page_tokens, size = self._session.limits.page_tokens, self._block_size
+        # Every cycle that was not read yet may have moved the context by S.
+        growing = [r for r in requests if r.context_host + (r.in_flight + 1) * size > len(r.pages) * page_tokens]
+        for request in sorted(growing, key=lambda one: one.rank):
             held = len(request.pages)
-            # Every cycle that was not read yet may have moved the context by S.
-            furthest = request.context_host + (request.in_flight + 1) * self._block_size
+            furthest = request.context_host + (request.in_flight + 1) * size
             if request.slot is None or not self._scheduler.reserve(request, furthest):
                 continue
             if len(request.pages) > held:
                 added.append((request, held))
-        self._state.add_pages([(r.slot, held, r.pages[held:]) for r, held in added if r.slot is not None])
+        if added:
+            self._state.add_pages([(r.slot, held, r.pages[held:]) for r, held in added if r.slot is not None])
         return [request for request in requests if request.slot is not None]
 
     def _masks(self, requests: Sequence[Request]) -> Masks | None:
@@ -318,12 +326,19 @@ class Engine:
     def _launch_cycle(self, requests: list[Request]) -> LaunchedPass:
         block_size = self._choose_block_size(requests)
         columns = self._columns(requests, block_size)
-        mode = SamplingMode()
-        for request in requests:
-            mode |= request.spec.mode
+        mode = self._joint_mode(requests)
         slots = [request.slot for request in requests if request.slot is not None]
         pending = self._runner.launch(slots, block_size, columns, mode, self._masks(requests))
         return LaunchedPass.of(requests, pending, block_size)
+
+    def _joint_mode(self, requests: list[Request]) -> SamplingMode:
+        """What the cycle of these requests needs; they are mostly those of the cycle before."""
+        if requests != self._last_group:
+            self._last_mode = SamplingMode()
+            for request in requests:
+                self._last_mode |= request.spec.mode
+            self._last_group = requests
+        return self._last_mode
 
     def _launch(
         self,
@@ -379,19 +394,20 @@ class Engine:
         if self._policy is not None and launched.block_size is not None:
             self._policy.observe(launched.block_size, [result.accepted[row] for row, _ in awaited])
         for row, request in awaited:
-            if result.status[row] == FAULTY:
+            status = result.status[row]
+            if status == FAULTY:
                 self._finish(request, "error", "the target's logits are not numbers")
                 continue
             tokens = result.tokens[row][: result.produced[row]]
             drafted = None
             if launched.block_size is not None:
-                drafted = min(launched.block_size, request.remaining_host + 1) - 1
+                drafted = min(launched.block_size - 1, request.remaining_host)
             try:
                 request.deliver(
                     tokens,
-                    result.token_logprobs(row, tokens, request.spec.params.logprobs),
-                    stopped=result.status[row] == STOPPED,
-                    at_limit=result.status[row] == OUT_OF_LENGTH,
+                    result.token_logprobs(row, tokens, request.spec.params.logprobs) if result.logprobs else (),
+                    stopped=status == STOPPED,
+                    at_limit=status == OUT_OF_LENGTH,
                     drafted=drafted,
                 )
             except Exception as error:

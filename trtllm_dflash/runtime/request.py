@@ -166,12 +166,13 @@ class Request:
     def may_emit(self) -> bool:
         """Whether a cycle may be launched: the passes in flight may leave something to emit, and a grammar's place is
         known only when they were read."""
-        return self.remaining_host > self.in_flight and (self.grammar is None or self.in_flight == 0)
+        remaining = self.spec.max_output_tokens - len(self.output)
+        return remaining > self.in_flight and (self.grammar is None or self.in_flight == 0)
 
     @property
     def remaining_host(self) -> int:
         """Output tokens still allowed, as far as results were read."""
-        return self.spec.max_output_tokens - self.emitted
+        return self.spec.max_output_tokens - len(self.output)
 
     def deliver(
         self,
@@ -190,7 +191,9 @@ class Request:
         """
         delta = self.text.push(tokens, ended_by_stop_id=stopped)
         used = delta.tokens_used
-        self.output.extend(tokens[:used])
+        if used < len(tokens):
+            tokens, logprobs = tokens[:used], logprobs[:used]
+        self.output.extend(tokens)
         self.context_host += used
         if self.first_token is None:
             self.first_token = time.perf_counter()
@@ -204,10 +207,10 @@ class Request:
         elif at_limit:
             reason = "length"
         error = None
-        if self.grammar is not None and not self.grammar.advance(tokens[:used]):
+        if self.grammar is not None and not self.grammar.advance(tokens):
             reason, error = "error", "structured_output: the grammar allows no token here that the other parameters do"
         text = delta.text if reason is None or delta.stopped else delta.text + self.text.finish()
-        self._send(text, tuple(tokens[:used]), tuple(logprobs[:used]), reason, error, "request")
+        self._send(text, tuple(tokens), tuple(logprobs), reason, error, "request")
         return used
 
     def end(self, reason: FinishReason, error: str | None = None, kind: ErrorKind = "engine") -> None:
@@ -251,16 +254,24 @@ class Request:
         kind: ErrorKind,
     ) -> None:
         self.finish_reason = reason
-        if not (text or tokens or self.finished):
+        if not (text or tokens or reason):
             return
-        metrics = self.metrics() if self.finished else None
-        try:
-            kind_or_none = None if error is None else kind
-            self.on_chunk(
-                OutputChunk(
-                    self.spec.request_id, text, tokens, logprobs, reason, error, metrics, kind_or_none, self.warnings
-                )
+        if reason is None:
+            chunk = OutputChunk(self.spec.request_id, text, tokens, logprobs)
+        else:
+            chunk = OutputChunk(
+                self.spec.request_id,
+                text,
+                tokens,
+                logprobs,
+                reason,
+                error,
+                self.metrics(),
+                None if error is None else kind,
+                self.warnings,
             )
+        try:
+            self.on_chunk(chunk)
         except Exception:
             # The consumer's fault ends its own request, never the engine's thread.
             logger.exception("the consumer of request %s failed", self.spec.request_id)

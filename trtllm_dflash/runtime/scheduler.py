@@ -172,9 +172,10 @@ class Scheduler:
     def ended(self, now: float) -> list[Ending]:
         """Requests that must end before the next pass. ``now`` is a ``time.perf_counter()`` reading."""
         with self._lock:
-            found: list[Ending] = []
             # A running request may also be marked by its own delivery.
-            for request in sorted({*self._watched, *self._running}, key=lambda one: one.rank):
+            looked_at = self._watched.union(one for one in self._running if one.cancelled)
+            found: list[Ending] = []
+            for request in sorted(looked_at, key=lambda one: one.rank):
                 if request.cancelled:
                     found.append(Ending(request, "cancelled"))
                 elif request.failure is not None:

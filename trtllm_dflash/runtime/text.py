@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 
-@dataclass(frozen=True)
-class TextDelta:
+class TextDelta(NamedTuple):
     """New text of some tokens; only the first ``tokens_used`` belong to the output when a stop string cut it."""
 
     text: str
@@ -40,7 +39,13 @@ class TextStream:
         """Add tokens; with ``ended_by_stop_id`` the last of them ended generation."""
         body = ids[:-1] if ended_by_stop_id else ids
         if not self._stop:
-            self._text += "".join([self._decode(token) for token in body])
+            new = self._decode_all(body)
+            if not ended_by_stop_id and self._sent == len(self._text):
+                # The usual case: nothing is held back.
+                self._text += new
+                self._sent = len(self._text)
+                return TextDelta(new, len(ids), False)
+            self._text += new
         else:
             for used, token in enumerate(body, start=1):
                 searched_from = max(0, len(self._text) - self._longest_stop + 1)
@@ -60,6 +65,17 @@ class TextStream:
         """What was held back, once it is certain that nothing follows."""
         self._complete()
         return self._take(len(self._text))
+
+    def _decode_all(self, tokens: Sequence[int]) -> str:
+        step, tokenizer, text = self._decoder.step, self._tokenizer, ""
+        for index, token in enumerate(tokens):
+            self._ids.append(token)
+            try:
+                text += step(tokenizer, token) or ""
+            except Exception:
+                self._ids.pop()
+                return text + "".join([self._decode(one) for one in tokens[index:]])
+        return text
 
     def _decode(self, token: int) -> str:
         self._ids.append(token)
