@@ -260,9 +260,11 @@ def adaptive_figures(
 
 
 def _is_far_behind(mode: str, rates: dict[str, list[float]]) -> bool:
-    """Whether two runs have shown that a setting is not the better of on and off: it need not be timed again."""
+    """Whether three runs have shown that a setting is not the better of on and off: it is not timed again."""
     other = {"on": "off", "off": "on"}.get(mode)
-    return other is not None and len(rates[mode]) >= 2 and 1.5 * max(rates[mode]) < min(rates[other])
+    if other is None or not len(rates[mode]) == 3 <= len(rates[other]):
+        return False
+    return 1.5 * statistics.median(rates[mode]) < statistics.median(rates[other][:3])
 
 
 def fp8_accuracy_figures(

@@ -30,13 +30,19 @@ struct AloneShape {
     // they could: the rest is room for a block of the launch that joins splits.
     static constexpr int kLaunchThreads = kThreads + 128;
     static constexpr int kStartRegisters = 136, kFetchRegisters = 40, kRegisters = 184;
-    // The last stages are lent to tiles at the ends, where there are such. With fewer, blocks of the launch that joins
-    // splits wait beside.
-    static constexpr int kStages = 6, kStagesBesideJoin = 5, kLentStages = 2;
+    // With fewer than all stages, blocks of the launch that joins splits wait beside. Those above kLeastRing are lent
+    // to tiles at the ends, where there are such; the others are the ring.
+    static constexpr int kStages = 6, kStagesBesideJoin = 5, kLeastRing = 4;
     // Tiles that are on their way at a time; K and V of each are waited for apart. More come no faster, but many of
     // them at once, and unevenly among the multiprocessors; and everything else that is read waits behind them. Only a
     // split with many tiles gains by some more.
     static constexpr int kAhead = 2, kAheadLong = 3;
+    // A wait for a phase is over at once while the phase before has not ended. So whoever waits for a tile must know
+    // that the tile before it in the stage has come: it was its own, or its own last tile was asked for after that one
+    // came.
+    static_assert(kLeastRing % kWarpgroups == 0 && kLeastRing + 1 >= kWarpgroups + kAheadLong &&
+                      kStages <= kLeastRing + 2,
+                  "odd rings are long enough");
     // By then the edges have come, which wait behind the first tiles of everybody.
     static constexpr int kTilesBeforeEdges = 2, kTilesBeforeEdgesBesideJoin = 4;
     static constexpr int kChunks = kHeadDim / 8;
@@ -169,14 +175,14 @@ struct TileFetcher {
         int edges;
         stages = args.stages;
         if (all_context_is_seen<Shape>(args, request, end, edges)) {
-            if (split == args.splits - 1) stages -= min(edges, Shape::kLentStages);
+            if (split == args.splits - 1) stages -= min(edges, args.stages - Shape::kLeastRing);
             return;
         }
         const Extent extent(args, request, 0, Shape::kRows);
         const TileShares shares(extent, args.splits, Shape::kKeys, args.settled);
         tile = shares.whole_begin + split, step = shares.active;
         end = extent.rows > 0 && split < shares.active ? shares.whole_end : 0;
-        stages -= min(shares.edges(split), Shape::kLentStages);
+        stages -= min(shares.edges(split), args.stages - Shape::kLeastRing);
         if (tile < end && (tile != split || step != args.splits))
             rows = row_of(page_from(tile, step, args.page_of(end * Shape::kKeys - 1) + 1), tile, step);
     }
@@ -324,8 +330,9 @@ __global__ void __maxnreg__(Shape::kStartRegisters) hopper_alone_kernel(const __
             rows.load_queries(shared_address(after_ring));
 
             // The edges are copied now and looked at after the first whole tiles, by both warpgroups.
-            const int edges = shares.edges(split), lent = min(edges, Shape::kLentStages), stages = args.stages - lent;
-            const auto lent_stage = [&](int edge) { return stages + edge % Shape::kLentStages; };
+            const int edges = shares.edges(split), lendable = args.stages - Shape::kLeastRing;
+            const int lent = min(edges, lendable), stages = args.stages - lent;
+            const auto lent_stage = [&](int edge) { return stages + edge % lendable; };
             const auto copy_edge = [&](int edge) {
                 copy_edge_tile<Shape>(args, extent, request, kv_head, shares.edge(edge),
                                       ring + lent_stage(edge) * Shape::kStageBytes);
@@ -369,11 +376,11 @@ __global__ void __maxnreg__(Shape::kStartRegisters) hopper_alone_kernel(const __
                 for (int i = 0; i < together; ++i) {
                     const int stage = edge ? lent_stage(i) : last_stage;
                     if (!edge) wait_for_phase(full + stage * 16, last_parity);
-                    if (edge && i >= Shape::kLentStages) {
+                    if (edge && i >= lent) {
                         named_barrier<Shape::kThreads>(1);  // everybody is done with the stage
                         copy_edge(i);
                     }
-                    if (edge && (i == 0 || i >= Shape::kLentStages)) {
+                    if (edge && (i == 0 || i >= lent)) {
                         copy_async_wait<0>();
                         publish_to_wgmma();
                         named_barrier<Shape::kThreads>(1);

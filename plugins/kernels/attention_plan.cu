@@ -169,7 +169,7 @@ int32_t make_plan(const dflash_attention_params& p, Plan& plan) {
         }
         return static_cast<int>((keys + of.keys - 1) / of.keys) + 1;
     };
-    const int most_splits = p.max_splits > 0 ? p.max_splits : kMaxSplits;
+    const int most_splits = p.max_splits > 0 ? std::min(p.max_splits, kMaxSplits) : kMaxSplits;
     // Two blocks per multiprocessor, so that one streams while the other starts or ends.
     plan.stages = stages_within(*variant, shared_of_sm / 2);
     plan.shared_bytes = plan.shared_limit = variant->shared_bytes(plan.stages);

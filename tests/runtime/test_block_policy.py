@@ -89,6 +89,16 @@ def test_a_smaller_block_must_be_clearly_better(advantage: float, chosen: int) -
     assert policy.choose(1, 8) == chosen
 
 
+def test_plain_decoding_need_not_be_clearly_better() -> None:
+    known = BlockSizePolicy(TABLE, 8)
+    _teach(known, 0.7)
+    expected = known.expected_tokens()
+    seconds = {size: 1.01 * expected[size - 1] for size in SIZES} | {1: 1.0}
+    policy = BlockSizePolicy(CycleTable({(1, size): seconds[size] for size in SIZES}), 8)
+    _teach(policy, 0.7)
+    assert policy.choose(1, 8) == 1
+
+
 def test_the_whole_block_where_rows_are_free() -> None:
     policy = BlockSizePolicy(TABLE, 8)
     _teach(policy, 0.9)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_pair import ACTIVE, BOS, EOS, VOCAB_SIZE
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trtllm_dflash.config.sampling import SamplingParams
@@ -51,6 +51,22 @@ TEXTS = st.text(
     st.one_of(st.sampled_from("ab é日本語한글🙂👩‍👩‍👧🇯🇵ﬁ\u0301\n"), st.characters(exclude_categories=["Cs"])),
     max_size=24,
 )
+
+
+RAW_BYTES = [f"<0x{byte:02X}>" for byte in (0xC3, 0xBF, 0xE2, 0x82, 0xAC, 0xEF, 0xBD)]
+BYTES_AND_TEXTS = [*RAW_BYTES, "a", "\u20ac", REPLACEMENT]
+
+
+@given(st.lists(st.lists(st.integers(0, len(BYTES_AND_TEXTS) - 1), min_size=1, max_size=4), max_size=5))
+@example([[7, 0, 1], [1, 9, 2], [4, 1, 5, 8]])
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_stop_strings_that_never_come_change_no_text(blocks: list[list[int]]) -> None:
+    """Where tokens are bytes, some sequences make the decoder lose its place; it is set up again in one way."""
+    tokenizer = Tokenizer(models.WordLevel({text: n for n, text in enumerate(BYTES_AND_TEXTS)}, unk_token="a"))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    plain, _ = _stream(tokenizer, blocks)
+    searched, _ = _stream(tokenizer, blocks, ["never there"])
+    assert "".join(plain) == "".join(searched)
 
 
 @given(BLOCKS_OF_ANY_DEMO_IDS)

@@ -1,4 +1,5 @@
-"""Adaptive block size: the S that emits most tokens per second, from measured cycle times and running acceptance.
+"""Adaptive block size: the S that emits most tokens per second, from measured cycle times and running acceptance; the
+whole block unless another is clearly better, or plain decoding at all.
 
 With acceptance probabilities a_1, a_2, … of the block's positions (each given that the one before was kept), a cycle of
 block size S emits ``1 + a_1 + a_1 a_2 + … + a_1 … a_(S-1)`` tokens in ``seconds(batch, S)``. S = 1 is plain decoding,
@@ -20,7 +21,8 @@ _PRIOR, _PRIOR_WEIGHT = 0.7, 8.0
 _MEMORY = 4000.0
 # One cycle in this many tries the next larger block size, so that a change for the better is noticed.
 _EXPLORE_EVERY = 128
-# By how much a smaller block must look better than the largest: cycle times and acceptance are known no better.
+# By how much a smaller block must look better than the largest: cycle times and acceptance are known no better. Plain
+# decoding need not: never to be slower than either of the two is what the choice is for.
 _MARGIN = 1.03
 # Weight of the newest turn in the host's mean time, once there are enough of them.
 _NEWEST = 0.05
@@ -101,7 +103,7 @@ class BlockSizePolicy:
         best_rate, best = max(rates)
         largest_rate, largest = rates[-1]
         if best_rate < _MARGIN * largest_rate:
-            best = largest
+            best = 1 if rates[0][0] > largest_rate else largest
         explores = best < largest and self._cycles % _EXPLORE_EVERY == 0
         return next(size for _, size in rates if size > best) if explores else best
 

@@ -123,7 +123,7 @@ class Engine:
             self._policy = BlockSizePolicy(self.cycle_table, block_size)
         self._refill = RefillPolicy(built.max_batch_size)
         self._in_flight: deque[LaunchedPass] = deque()
-        self._last_group: list[Request] = []
+        self._last_group: list[tuple[float, int]] = []
         self._last_mode = SamplingMode()
         self._counters = dict.fromkeys(_COUNTERS, 0)
         self._wake = threading.Condition()
@@ -333,11 +333,12 @@ class Engine:
 
     def _joint_mode(self, requests: list[Request]) -> SamplingMode:
         """What the cycle of these requests needs; they are mostly those of the cycle before."""
-        if requests != self._last_group:
+        group = [request.rank for request in requests]
+        if group != self._last_group:
             self._last_mode = SamplingMode()
             for request in requests:
                 self._last_mode |= request.spec.mode
-            self._last_group = requests
+            self._last_group = group
         return self._last_mode
 
     def _launch(

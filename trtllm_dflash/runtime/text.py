@@ -39,7 +39,7 @@ class TextStream:
         """Add tokens; with ``ended_by_stop_id`` the last of them ended generation."""
         body = ids[:-1] if ended_by_stop_id else ids
         if not self._stop:
-            new = self._decode_all(body)
+            new = self._decode(body)
             if not ended_by_stop_id and self._sent == len(self._text):
                 # The usual case: nothing is held back.
                 self._text += new
@@ -49,7 +49,7 @@ class TextStream:
         else:
             for used, token in enumerate(body, start=1):
                 searched_from = max(0, len(self._text) - self._longest_stop + 1)
-                self._text += self._decode(token)
+                self._text += self._decode((token,))
                 cut = self._find_stop(searched_from)
                 if cut is not None:
                     self._text = self._text[:cut]
@@ -66,27 +66,20 @@ class TextStream:
         self._complete()
         return self._take(len(self._text))
 
-    def _decode_all(self, tokens: Sequence[int]) -> str:
+    def _decode(self, tokens: Sequence[int]) -> str:
         step, tokenizer, text = self._decoder.step, self._tokenizer, ""
-        for index, token in enumerate(tokens):
+        for token in tokens:
             self._ids.append(token)
             try:
                 text += step(tokenizer, token) or ""
-            except Exception:
-                self._ids.pop()
-                return text + "".join([self._decode(one) for one in tokens[index:]])
+            except Exception as error:
+                # Byte sequences that are no UTF-8 make the library lose its place; start afresh at this token.
+                if "Invalid prefix" not in str(error):
+                    raise
+                self._decoder = DecodeStream(skip_special_tokens=True)
+                step = self._decoder.step
+                text += step(tokenizer, token) or ""
         return text
-
-    def _decode(self, token: int) -> str:
-        self._ids.append(token)
-        try:
-            return self._decoder.step(self._tokenizer, token) or ""
-        except Exception as error:
-            # Byte sequences that are no UTF-8 make the library lose its place; start afresh at this token.
-            if "Invalid prefix" not in str(error):
-                raise
-            self._decoder = DecodeStream(skip_special_tokens=True)
-            return self._decoder.step(self._tokenizer, token) or ""
 
     def _complete(self) -> None:
         """Add the bytes of an unfinished last character (as replacement characters)."""
