@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 from scheduled_requests import Clock, make_request, make_scheduler, occupied
 
 from trtllm_dflash.errors import EngineError, QueueFullError, RequestError
-from trtllm_dflash.runtime.request import PRIORITY_STEP_S, Request
+from trtllm_dflash.runtime.request import PRIORITY_STEP_S, JointMode, Request
 from trtllm_dflash.runtime.scheduler import AdmissionLimits, Scheduler
+from trtllm_dflash.runtime.slots import SamplingMode
 
 
 def admit(scheduler: Scheduler) -> list[str]:
@@ -254,3 +256,13 @@ def test_any_load_ends_and_gives_every_page_back(seed: int, num_pages: int, slot
     assert pages.used == 0
     assert pages.free + pages.cached == pages.total
     assert prefix_cache or pages.cached == 0
+
+
+def test_the_joint_mode_is_that_of_the_group_now() -> None:
+    joint, clock = JointMode(), Clock()
+    plain, sampled, biased = (make_request(clock, 5) for _ in range(3))
+    sampled.spec = replace(sampled.spec, mode=SamplingMode(sampled=True))
+    biased.spec = replace(biased.spec, mode=SamplingMode(bias=True))
+    for group in ([plain], [plain, sampled], [plain, sampled], [sampled, biased], [biased], [plain], []):
+        mode = joint.of(group)
+        assert (mode.sampled, mode.bias) == (sampled in group, biased in group)

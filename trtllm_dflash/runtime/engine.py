@@ -36,9 +36,9 @@ from trtllm_dflash.runtime.outputs import (
 )
 from trtllm_dflash.runtime.prefill import PrefillChunk, PrefillRunner, plan_chunks
 from trtllm_dflash.runtime.refill import RefillPolicy
-from trtllm_dflash.runtime.request import Request, RequestSpec, Submission
+from trtllm_dflash.runtime.request import JointMode, Request, RequestSpec, Submission
 from trtllm_dflash.runtime.scheduler import AdmissionLimits, Scheduler
-from trtllm_dflash.runtime.slots import SamplingMode, SlotState
+from trtllm_dflash.runtime.slots import SlotState
 from trtllm_dflash.runtime.text import TextStream
 
 logger = logging.getLogger(__name__)
@@ -123,8 +123,7 @@ class Engine:
             self._policy = BlockSizePolicy(self.cycle_table, block_size)
         self._refill = RefillPolicy(built.max_batch_size)
         self._in_flight: deque[LaunchedPass] = deque()
-        self._last_group: list[tuple[float, int]] = []
-        self._last_mode = SamplingMode()
+        self._joint_mode = JointMode()
         self._counters = dict.fromkeys(_COUNTERS, 0)
         self._wake = threading.Condition()
         self._closing = False
@@ -326,20 +325,10 @@ class Engine:
     def _launch_cycle(self, requests: list[Request]) -> LaunchedPass:
         block_size = self._choose_block_size(requests)
         columns = self._columns(requests, block_size)
-        mode = self._joint_mode(requests)
+        mode = self._joint_mode.of(requests)
         slots = [request.slot for request in requests if request.slot is not None]
         pending = self._runner.launch(slots, block_size, columns, mode, self._masks(requests))
         return LaunchedPass.of(requests, pending, block_size)
-
-    def _joint_mode(self, requests: list[Request]) -> SamplingMode:
-        """What the cycle of these requests needs; they are mostly those of the cycle before."""
-        group = [request.rank for request in requests]
-        if group != self._last_group:
-            self._last_mode = SamplingMode()
-            for request in requests:
-                self._last_mode |= request.spec.mode
-            self._last_group = group
-        return self._last_mode
 
     def _launch(
         self,

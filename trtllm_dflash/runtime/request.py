@@ -276,3 +276,21 @@ class Request:
             # The consumer's fault ends its own request, never the engine's thread.
             logger.exception("the consumer of request %s failed", self.spec.request_id)
             self.cancelled = True
+
+
+class JointMode:
+    """What a cycle of several requests needs; remembered, since they are mostly those of the cycle before."""
+
+    def __init__(self) -> None:
+        self._ranks: list[tuple[float, int]] = []
+        self._mode = SamplingMode()
+
+    def of(self, requests: Sequence[Request]) -> SamplingMode:
+        """The union of their modes."""
+        ranks = [request.rank for request in requests]
+        if ranks != self._ranks:
+            self._mode = SamplingMode()
+            for request in requests:
+                self._mode |= request.spec.mode
+            self._ranks = ranks
+        return self._mode
