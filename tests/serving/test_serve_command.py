@@ -22,7 +22,7 @@ from click.testing import CliRunner
 from deployed_counting_engine import use_counting_engine, write_engine_directory
 from test_triton_faults import process_ids, wait_until
 
-from trtllm_dflash.cli.serve_cmd import serve
+from trtllm_dflash.cli.serve_cmd import _chosen_ports, serve
 from trtllm_dflash.errors import ConfigError
 from trtllm_dflash.serving.repository import deploy
 from trtllm_dflash.serving.run_directory import PREFIX, remove_abandoned
@@ -278,6 +278,14 @@ def test_a_taken_port_is_said_before_anything_starts(tmp_path: Path) -> None:
     assert f"openai port {port} on 127.0.0.1 cannot be used" in str(result.exception)
     same = CliRunner().invoke(serve, ["-m", str(tmp_path), "--openai-port", "8000"])
     assert "the same as one of Triton's" in str(same.exception)
+
+
+def test_ports_are_chosen_together() -> None:
+    """Chosen one after the other, the front end's and one of Triton's were the same once."""
+    for _ in range(50):
+        ports = _chosen_ports("127.0.0.1", 0, "127.0.0.1", [0, 0, 0, 18002])
+        assert len(set(ports)) == 5
+        assert ports[4] == 18002
 
 
 @pytest.mark.parametrize(

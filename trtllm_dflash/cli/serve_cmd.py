@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -107,8 +108,9 @@ def serve(
     os.environ[LOG_FORMAT_VARIABLE] = log_format  # for the engine process, which Triton starts
     if api_key:
         os.environ.pop("TRTLLM_DFLASH_API_KEY", None)  # only the front end needs it, not Triton and the engine
+    ports = [http_port, grpc_port, metrics_port, health_port]
     if openai_port is not None:
-        openai_port = _checked_port(openai_host, openai_port, (http_port, grpc_port, metrics_port, health_port))
+        openai_port, *ports = _chosen_ports(openai_host, openai_port, host, ports)
     stop = _StopSignals()
     _warn_of_open_doors(host, openai_host, openai_port, api_key, model_repository is not None)
     if api_key and openai_port is None and not given("api_key"):
@@ -124,9 +126,7 @@ def serve(
             server = front_end = None
             facts: dict[str, object] = {}
             if model_repository is not None:
-                server = _start_triton(
-                    running, model_repository, (http_port, grpc_port, metrics_port, health_port), host, log_file, facts
-                )
+                server = _start_triton(running, model_repository, ports, host, log_file, facts)
             if openai_port is not None:
                 front_end = _start_front_end(
                     running,
@@ -173,22 +173,25 @@ class _StopSignals:
         raise KeyboardInterrupt
 
 
-def _checked_port(host: str, port: int, others: tuple[int, ...]) -> int:
-    """The front end's port, known to be free before an engine is loaded for minutes."""
+def _chosen_ports(openai_host: str, openai_port: int, host: str, triton_ports: list[int]) -> list[int]:
+    """The front end's port, known to be free before an engine is loaded for minutes, and Triton's: chosen together,
+    since what is free twice may be the same port."""
     from trtllm_dflash.errors import ConfigError
-    from trtllm_dflash.serving.triton_install import check_ports, free_ports
+    from trtllm_dflash.serving.triton_install import check_ports, free_addresses
 
-    if port and port in others:
-        raise ConfigError(f"openai port is {port}, the same as one of Triton's", hint="choose another --openai-port")
-    (port,) = free_ports(host, [port])
-    check_ports({"openai": (host, port)})
-    return port
+    if openai_port and openai_port in triton_ports:
+        raise ConfigError(
+            f"openai port is {openai_port}, the same as one of Triton's", hint="choose another --openai-port"
+        )
+    ports = free_addresses([(openai_host, openai_port), *((host, port) for port in triton_ports)])
+    check_ports({"openai": (openai_host, ports[0])})
+    return ports
 
 
 def _start_triton(
     running: contextlib.ExitStack,
     repository: Path,
-    ports: tuple[int, int, int, int],
+    ports: Sequence[int],
     host: str,
     log_file: Path | None,
     facts: dict[str, object],

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,10 +140,15 @@ def check_ports(addresses: dict[str, tuple[str, int]]) -> None:
 
 def free_ports(host: str, ports: list[int]) -> list[int]:
     """``ports`` with each 0 replaced by a port that is free now. Raises ``ConfigError`` for a ``host`` of others."""
+    return free_addresses([(host, port) for port in ports])
+
+
+def free_addresses(addresses: Sequence[tuple[str, int]]) -> list[int]:
+    """As :func:`free_ports`, on several hosts: ports that are chosen in one call differ from each other."""
     probes = []
     try:
         chosen = []
-        for port in ports:
+        for host, port in addresses:
             if port == 0:
                 probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
                 probes.append(probe)
