@@ -215,10 +215,7 @@ def _tokens_per_second(llm: LLM, prompts: Sequence[Any], params: SamplingParams,
 def adaptive_figures(
     engines: Path, prompts_file: Path, *, concurrencies: Sequence[int], max_tokens: int, repeats: int, device: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``adaptive_min_ratio``: tokens/s of ``auto`` over the better of on and off, medians, the least over
-    concurrencies; ``adaptive_min_ratio_of_fastest``: the same of each setting's fastest run, which other programs on
-    the host slowed least.
-    """
+    """``adaptive_min_ratio``: tokens/s of ``auto`` over the better of on and off, the least over concurrencies."""
     messages = load_prompts(prompts_file, max(concurrencies))
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     llms = {
@@ -226,7 +223,7 @@ def adaptive_figures(
         for mode in ("auto", "on", "off")
     }
     details: dict[str, Any] = {}
-    worst = worst_of_fastest = float("inf")
+    worst = float("inf")
     # What has been loaded stays: a collection that walks through all of it takes as long as several cycles.
     gc.collect()
     gc.freeze()
@@ -244,19 +241,15 @@ def adaptive_figures(
                         rates[mode].append(rate)
             median = {mode: statistics.median(values) for mode, values in rates.items()}
             ratio = median["auto"] / max(median["on"], median["off"])
-            of_fastest = max(rates["auto"]) / max(*rates["on"], *rates["off"])
-            worst, worst_of_fastest = min(worst, ratio), min(worst_of_fastest, of_fastest)
-            details[str(concurrency)] = {"tokens_per_second": rates, "ratio": ratio, "ratio_of_fastest": of_fastest}
-            print(f"{concurrency:4d}: {median} ratio {ratio:.3f}, of the fastest {of_fastest:.3f}", flush=True)
+            worst = min(worst, ratio)
+            details[str(concurrency)] = {"tokens_per_second": rates, "ratio": ratio}
+            print(f"{concurrency:4d}: {median} ratio {ratio:.3f}", flush=True)
     finally:
         gc.unfreeze()
         for llm in llms.values():
             llm.close()
     settings = {"max_tokens": max_tokens, "least_window_s": _LEAST_WINDOW_S}
-    return {
-        "adaptive_min_ratio": worst,
-        "adaptive_min_ratio_of_fastest": worst_of_fastest,
-    }, {**settings, "concurrency": details}
+    return {"adaptive_min_ratio": worst}, {**settings, "concurrency": details}
 
 
 def _is_far_behind(mode: str, rates: dict[str, list[float]]) -> bool:

@@ -25,7 +25,7 @@ struct AloneShape {
     static constexpr bool kFloat8 = false;
     static constexpr int kHeadDim = kHeadDim_, kKeys = 64, kRows = 64;
     static constexpr int kWarpgroups = 2, kThreads = 128 * kWarpgroups;
-    static constexpr int kReturningWarps = 4;  // those of one warpgroup say that a stage is free
+    static constexpr int kReturningWarps = 4;  // those of one warpgroup say that K or V of a stage is done with
     // The warp that fetches has its own warpgroup, whose registers the others take over. Threads start with fewer than
     // they could: the rest is room for a block of the launch that joins splits.
     static constexpr int kLaunchThreads = kThreads + 128;

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from trtllm_dflash.config.sampling import SamplingParams
 from trtllm_dflash.runtime.block_policy import BlockSizePolicy, CycleTable
-from trtllm_dflash.runtime.cycle_runner import EngineOptions, batch_choices, block_size_choices
+from trtllm_dflash.runtime.cycle_runner import CycleRunner, EngineOptions, batch_choices, block_size_choices
 from trtllm_dflash.runtime.llm import LLM
 from trtllm_dflash.runtime.refill import RefillPolicy
 
@@ -142,6 +143,26 @@ def test_an_adaptive_engine_gives_the_same_greedy_text(tiny_engines: Callable[..
         assert all(seconds > 0 for seconds in table.seconds.values())
         assert [output.token_ids for output in llm.generate(prompts, params)] == plain
         assert llm.stats().pages_used == 0
+
+
+def test_measured_cycles_stay_in_the_page_table(
+    tiny_engines: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every measured cycle moves its slots on, by a whole block where all drafts are kept."""
+    furthest: list[int] = []
+    launch = CycleRunner.launch
+
+    def watched(self: CycleRunner, slots: Sequence[int], block_size: int, *rest: Any) -> Any:
+        furthest.append(max(int(self._state._ints[1, slot]) for slot in slots) + block_size)
+        return launch(self, slots, block_size, *rest)
+
+    monkeypatch.setattr(CycleRunner, "launch", watched)
+    options = EngineOptions(adaptive=True, forced_acceptance=6.0)
+    with LLM(tiny_engines("llama-v2", max_batch_size=4, max_seq_len=32), device="cpu", options=options) as llm:
+        assert llm.block_size == 6
+        assert llm.cycle_table is not None
+    assert len(furthest) > 100
+    assert max(furthest) <= 32
 
 
 def test_the_host_is_timed_where_a_turn_is_a_cycle(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from test_triton_faults import process_ids, wait_until
 
 from trtllm_dflash.cli.serve_cmd import _chosen_ports, serve
 from trtllm_dflash.errors import ConfigError
+from trtllm_dflash.serving import triton_install
 from trtllm_dflash.serving.repository import deploy
 from trtllm_dflash.serving.run_directory import PREFIX, remove_abandoned
 
@@ -280,12 +282,26 @@ def test_a_taken_port_is_said_before_anything_starts(tmp_path: Path) -> None:
     assert "the same as one of Triton's" in str(same.exception)
 
 
-def test_ports_are_chosen_together() -> None:
-    """Chosen one after the other, the front end's and one of Triton's were the same once."""
-    for _ in range(50):
-        ports = _chosen_ports("127.0.0.1", 0, "127.0.0.1", [0, 0, 0, 18002])
-        assert len(set(ports)) == 5
-        assert ports[4] == 18002
+def test_ports_are_chosen_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a port is given out again as soon as it is let go, what is chosen one after the other is the same port."""
+    held: set[int] = set()
+
+    class FirstFree(socket.socket):
+        port = 0
+
+        def bind(self, address: Any) -> None:
+            self.port = address[1] or next(port for port in itertools.count(50000) if port not in held)
+            held.add(self.port)
+
+        def getsockname(self) -> Any:
+            return "127.0.0.1", self.port
+
+        def close(self) -> None:
+            held.discard(self.port)
+            super().close()
+
+    monkeypatch.setattr(triton_install.socket, "socket", FirstFree)
+    assert _chosen_ports("127.0.0.1", 0, "127.0.0.1", [0, 0, 18002, 0]) == [50000, 50001, 50002, 18002, 50003]
 
 
 @pytest.mark.parametrize(

@@ -281,7 +281,7 @@ class Engine:
         """Give every request the pages of its next cycle, in the order of service; leave out who was preempted."""
         added: list[tuple[Request, int]] = []
         page_tokens, size = self._session.limits.page_tokens, self._block_size
-        # Every cycle that was not read yet may have moved the context by S.
+        # Who has room is not asked one by one. Every cycle that was not read yet may have moved the context by S.
         growing = [r for r in requests if r.context_host + (r.in_flight + 1) * size > len(r.pages) * page_tokens]
         for request in sorted(growing, key=lambda one: one.rank):
             held = len(request.pages)
@@ -395,7 +395,7 @@ class Engine:
             try:
                 request.deliver(
                     tokens,
-                    result.token_logprobs(row, tokens, request.spec.params.logprobs) if result.logprobs else (),
+                    result.token_logprobs(row, tokens, request.spec.params.logprobs),
                     stopped=status == STOPPED,
                     at_limit=status == OUT_OF_LENGTH,
                     drafted=drafted,

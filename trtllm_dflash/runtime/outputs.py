@@ -55,7 +55,7 @@ class RequestMetrics:
 class OutputChunk(NamedTuple):
     """New output of one request. The last chunk has ``finish_reason`` and ``metrics`` set.
 
-    A named tuple: the engine makes one per request and cycle, and a frozen dataclass takes four times as long.
+    A named tuple, which is made faster than a frozen dataclass: the engine makes one per request and cycle.
 
     Attributes:
         request_id: the request.

@@ -166,13 +166,12 @@ class Request:
     def may_emit(self) -> bool:
         """Whether a cycle may be launched: the passes in flight may leave something to emit, and a grammar's place is
         known only when they were read."""
-        remaining = self.spec.max_output_tokens - len(self.output)
-        return remaining > self.in_flight and (self.grammar is None or self.in_flight == 0)
+        return self.remaining_host > self.in_flight and (self.grammar is None or self.in_flight == 0)
 
     @property
     def remaining_host(self) -> int:
         """Output tokens still allowed, as far as results were read."""
-        return self.spec.max_output_tokens - len(self.output)
+        return self.spec.max_output_tokens - self.emitted
 
     def deliver(
         self,

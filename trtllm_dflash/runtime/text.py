@@ -39,13 +39,7 @@ class TextStream:
         """Add tokens; with ``ended_by_stop_id`` the last of them ended generation."""
         body = ids[:-1] if ended_by_stop_id else ids
         if not self._stop:
-            new = self._decode(body)
-            if not ended_by_stop_id and self._sent == len(self._text):
-                # The usual case: nothing is held back.
-                self._text += new
-                self._sent = len(self._text)
-                return TextDelta(new, len(ids), False)
-            self._text += new
+            self._text += self._decode(body)
         else:
             for used, token in enumerate(body, start=1):
                 searched_from = max(0, len(self._text) - self._longest_stop + 1)
