@@ -37,7 +37,7 @@ _log = logging.getLogger("trtllm_dflash.serve")
 @click.option("--http-port", default=8000, show_default=True, type=_PORT, help="0 picks a free port.")
 @click.option("--grpc-port", default=8001, show_default=True, type=_PORT, help="0 picks a free port.")
 @click.option("--metrics-port", default=8002, show_default=True, type=_PORT, help="0 picks a free port.")
-@click.option("--health-port", default=8003, show_default=True, type=_PORT, help="The supervisor's GET /health.")
+@click.option("--health-port", default=8003, show_default=True, type=_PORT, help="GET /health; 0 picks a free port.")
 @click.option("--openai-port", type=_PORT, help="Also serve OpenAI's API on this port; 0 picks a free one.")
 @click.option(
     "--triton-url",
